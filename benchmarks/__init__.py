@@ -1,0 +1,1 @@
+"""Load generator, model trainer and kernel benches; each benchmark ends with one JSON line."""

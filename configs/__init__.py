@@ -1,0 +1,1 @@
+"""Presets, and the Prometheus and Grafana provisioning, read with importlib.resources."""

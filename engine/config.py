@@ -1,0 +1,42 @@
+"""The engine's frozen configuration, as handed over by the settings. Reads no environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# One grid for all that must line up: prefill chunks end on it (the chunked GDN algorithm is bitwise
+# reproducible only when split there), KV blocks have this many tokens, checkpoints sit on it.
+GRID = 64
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How to run one model on one device. Sizes in bytes, lengths in tokens.
+
+    Attributes:
+        model_dir: a local folder with config.json and safetensors.
+        device: `cpu` or `cuda`.
+        dtype: activations' type, `float32`, `bfloat16` or `float16`.
+        max_batch_size: sequences that run at once; one state slot each.
+        max_seq_len: prompt and output together, per sequence.
+        max_prefill_tokens: prompt rows that one step may carry; a multiple of GRID.
+        max_waiting: requests that may queue before a new one is refused.
+        memory_budget: bytes that the whole engine may take; what the ledger must fit into.
+        kv_tokens: explicit size of the KV pool, or None to take what the budget leaves.
+        threads: CPU threads at most.
+        kernels: `auto`, `naive` or `cpu`.
+        slot_compaction: move the highest survivor onto the lowest free slot at retirement.
+    """
+
+    model_dir: str
+    device: str = "cpu"
+    dtype: str = "float32"
+    max_batch_size: int = 32
+    max_seq_len: int = 4096
+    max_prefill_tokens: int = 512
+    max_waiting: int = 1024
+    memory_budget: int | None = None
+    kv_tokens: int | None = None
+    threads: int = 0
+    kernels: str = "auto"
+    slot_compaction: bool = True

@@ -1,0 +1,147 @@
+"""What crosses the border of the engine: requests in, token deltas and statistics out.
+
+All types are frozen dataclasses of plain values, so that msgspec can carry them between processes;
+this module knows nothing of HTTP or text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. `ABORT` is the client's doing, `ERROR` is ours."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn; values are validated by the API before they come here.
+
+    Attributes:
+        max_tokens: tokens to generate at most, already clamped to what the context leaves.
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest most likely set with at least this mass.
+        min_p: drop tokens less likely than this share of the most likely one.
+        logit_bias: (token id, bias) pairs, added before everything else.
+        seed: unsigned 64-bit; draw number `position` of a request depends on (seed, position) only.
+        min_tokens: no stop id ends the sequence before this many tokens.
+        stop_token_ids: ids that end the sequence; the id itself is reported, not its text.
+        ignore_eos: the model's own end ids do not end the sequence.
+        logprobs: None for none, else how many alternatives beside the chosen token (0 allowed).
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One sequence to generate. `n` choices are n requests; ids are made by the server only.
+
+    Attributes:
+        request_id: unique in the life of the server, never the client's.
+        prompt_ids: at least one id, all inside the vocabulary.
+        priority: lower runs earlier; equal priorities are first come, first served.
+        deadline: seconds after arrival at which a request that still waits is given up, or None.
+        grammar: a compiled-grammar source (JSON schema text) that constrains the output, or None.
+    """
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    deadline: float | None = None
+    grammar: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of the chosen token and of the most likely alternatives, best first.
+
+    Taken from the model's own distribution (after bias and penalties, before temperature).
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """Per-request numbers, sent with the last delta. Times in seconds.
+
+    `drafted`/`accepted` count draft tokens; `accepted_per_position[i]` counts accepted drafts at
+    position i of a burst, `drafted_per_position[i]` those offered there.
+    """
+
+    queue_seconds: float = 0.0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_per_position: tuple[int, ...] = ()
+    accepted_per_position: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """What one step added to one request.
+
+    Attributes:
+        token_ids: the new tokens in order; includes the stop id that ended the sequence, if any.
+        logprobs: one entry per token when they were asked for, else empty.
+        finish_reason: set on the last delta only.
+        stop_token_id: the id that ended the sequence (an end id or a stop id), else None.
+        error: a sentence for the client when finish_reason is ERROR.
+        error_status: the HTTP status that fits the error.
+    """
+
+    request_id: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+    error_status: int = 500
+    stats: RequestStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Gauges and counters of the engine at the end of a step; counters only ever rise.
+
+    `steps_by_kind` pairs a kind (`decode`, `prefill`, `mixed`, `verify`) with its count.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    slots_total: int = 0
+    slots_used: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    steps: int = 0
+    steps_by_kind: tuple[tuple[str, int], ...] = ()
+    step_seconds_total: float = 0.0
+    last_step_seconds: float = 0.0
+    last_step_rows: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0

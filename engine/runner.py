@@ -1,0 +1,83 @@
+"""The seam between scheduling and the model: what a step asks of a model, as a protocol.
+
+`engine.model` implements it with tensors; tests implement it with a few lines of arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class RowPhase(Enum):
+    """Which algorithm a segment's rows go through.
+
+    PREFILL: prompt rows, all committed, the chunked form is allowed; starts on the 64 grid.
+    DECODE: row 0 is the last emitted token (committed), further rows are unverified drafts.
+    REPLAY: generated tokens of a resumed sequence, all committed, recurrent form.
+    """
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    REPLAY = "replay"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The rows of one sequence in one step.
+
+    Attributes:
+        slot: state slot of the sequence.
+        start: position of the first row, i.e. tokens that the sequence consumed before it.
+        token_ids: one id per row, at least one.
+        phase: see RowPhase.
+        committed: leading rows whose tokens are final (all but drafts); their state is kept.
+        block_table: KV blocks of the sequence, enough for `start + len(token_ids)` tokens.
+        logit_rows: how many of the last rows need logits (0 for a chunk that is not the last).
+        next_token: the prompt token after the last row of a chunk that is not the last, for the
+            drafter's rows; None when it is sampled from this step's logits.
+    """
+
+    slot: int
+    start: int
+    token_ids: tuple[int, ...]
+    phase: RowPhase
+    committed: int
+    block_table: tuple[int, ...]
+    logit_rows: int
+    next_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """logits: [sum of logit_rows, vocabulary] float32, in the order of the segments.
+
+    hidden: [rows, hidden] after the final norm, in the order of the rows (the drafter's input).
+    """
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class ModelRunner(Protocol):
+    """A loaded model with its state and KV pools."""
+
+    vocab_size: int
+    device: torch.device
+
+    def forward(self, segments: Sequence[Segment]) -> ForwardResult:
+        """Run all rows in one pass; writes KV of every row and state of committed rows only."""
+        ...
+
+    def claim_slot(self, slot: int) -> None:
+        """A new sequence takes `slot`: its first row must see zero state whatever is stored."""
+        ...
+
+    def move_slot(self, src: int, dst: int) -> None:
+        """Copy everything that belongs to the sequence in `src` to `dst` (compaction)."""
+        ...

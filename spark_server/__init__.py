@@ -1,0 +1,1 @@
+"""CLI, settings and the OpenAI-compatible HTTP API. Knows text, not tensors."""
