@@ -1,0 +1,123 @@
+"""Who may import whom: read from the sources, then tried in fresh processes."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run_python
+
+ROOT = Path(__file__).resolve().parent.parent
+FORBIDDEN = {"engine": {"spark_server"}, "kernels": {"spark_server", "engine"}}
+# What `engine` imports when it is loaded; anything else (transformers ...) only inside functions.
+ENGINE_CORE = {"torch", "numpy", "safetensors", "psutil", "engine", "kernels"}
+# Modules of the API process; they must start fast and never hold tensors.
+API_MODULES = ["spark_server.engine_api"]
+HEAVY = ["torch", "xgrammar", "numba", "triton"]
+# Packages that a machine with a card may lack: the engine's core must do without them.
+BLOCKED = [
+    "fastapi",
+    "pydantic",
+    "msgspec",
+    "zmq",
+    "numba",
+    "transformers",
+    "huggingface_hub",
+    "xgrammar",
+]
+
+
+def modules(package: str) -> Iterator[Path]:
+    yield from sorted((ROOT / package).rglob("*.py"))
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Top-level names of everything that is imported anywhere below `tree`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.split(".")[0]
+
+
+def imported_at_load(body: list[ast.stmt]) -> Iterator[str]:
+    """Like `imported`, but only what runs at import: no functions, no TYPE_CHECKING blocks."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from imported_at_load(node.orelse)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from imported(node)
+        else:
+            for field in ("body", "orelse", "finalbody", "handlers"):
+                yield from imported_at_load(getattr(node, field, []))
+
+
+@pytest.mark.parametrize("package", sorted(FORBIDDEN))
+def test_lower_packages_never_import_higher_ones(package: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in modules(package)
+        for name in imported(ast.parse(path.read_text(encoding="utf-8")))
+        if name in FORBIDDEN[package]
+    ]
+    assert not wrong
+
+
+def test_the_engine_loads_only_tensors_and_the_standard_library() -> None:
+    allowed = ENGINE_CORE | sys.stdlib_module_names
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in modules("engine")
+        for name in imported_at_load(ast.parse(path.read_text(encoding="utf-8")).body)
+        if name not in allowed
+    ]
+    assert not wrong
+
+
+def test_triton_is_imported_only_by_triton_modules() -> None:
+    wrong = [
+        str(path.relative_to(ROOT))
+        for package in ("engine", "kernels", "spark_server")
+        for path in modules(package)
+        if not path.name.startswith("triton")
+        and "triton" in imported_at_load(ast.parse(path.read_text(encoding="utf-8")).body)
+    ]
+    assert not wrong
+
+
+def test_the_kernels_package_is_no_look_alike_of_another_distribution() -> None:
+    """transformers probes a module named `kernels` for its version; ours must offer none."""
+    tree = ast.parse((ROOT / "kernels" / "__init__.py").read_text(encoding="utf-8"))
+    assert not list(imported(tree))
+    assert "__version__" not in ast.dump(tree)
+
+
+@pytest.mark.parametrize("module", API_MODULES)
+def test_the_api_process_holds_no_tensors(module: str, tmp_path: Path) -> None:
+    code = f"import sys, {module}; print([m for m in {HEAVY!r} if m in sys.modules])"
+    assert run_python(code, tmp_path).strip() == "[]"
+
+
+BLOCKER = f"""
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {BLOCKED!r}:
+            raise ImportError(f"{{name}} is blocked by the test")
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def test_every_engine_module_loads_without_the_server_packages(tmp_path: Path) -> None:
+    names = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in modules("engine")
+    ]
+    load = f"import importlib\nfor name in {names!r}: importlib.import_module(name)\nprint('ok')"
+    assert run_python(BLOCKER + load, tmp_path).strip() == "ok"
