@@ -1,0 +1,159 @@
+"""The attention mixer in numba: each row walks its own pages and depends on nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import prange
+from torch import Tensor
+
+from kernels.attention.types import AttentionParams, KvPages
+from kernels.batch import RaggedBatch
+from kernels.jit import exp32, inline, parallel_kernel, sigmoid32, sum_of_squares
+
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+
+
+@inline
+def _norm_rope(source: Any, scale: Any, cos: Any, sin: Any, eps: Any, out: Any) -> None:
+    """out [hd] = RoPE of the norm of source [hd]; cos, sin [half] of its position."""
+    width = source.shape[0]
+    half = cos.shape[0]
+    inverse = _ONE / np.sqrt(sum_of_squares(source) / np.float32(width) + eps)
+    for i in range(width):
+        out[i] = source[i] * inverse * scale[i]
+    for i in range(half):
+        first = out[i]
+        second = out[half + i]
+        out[i] = first * cos[i] - second * sin[i]
+        out[half + i] = second * cos[i] + first * sin[i]
+
+
+@parallel_kernel
+def _write_kv(
+    qkv: Any,
+    k_norm: Any,
+    cos: Any,
+    sin: Any,
+    eps: Any,
+    positions: Any,
+    row_segment: Any,
+    block_tables: Any,
+    pages_k: Any,
+    pages_v: Any,
+) -> None:
+    kv_heads, width, page = pages_k.shape[1], pages_k.shape[2], pages_k.shape[3]
+    rows = positions.shape[0]
+    kv_base = qkv.shape[1] - 2 * kv_heads * width
+    for r in prange(rows):
+        position = positions[r]
+        block = block_tables[row_segment[r], position // page]
+        offset = position % page
+        key = np.empty(width, np.float32)
+        for g in range(kv_heads):
+            base = kv_base + g * width
+            _norm_rope(qkv[r, base : base + width], k_norm, cos[position], sin[position], eps, key)
+            for i in range(width):
+                pages_k[block, g, i, offset] = key[i]
+            base += kv_heads * width
+            for i in range(width):
+                pages_v[block, g, offset, i] = qkv[r, base + i]
+
+
+@parallel_kernel
+def _attend(
+    qkv: Any,
+    q_norm: Any,
+    cos: Any,
+    sin: Any,
+    eps: Any,
+    positions: Any,
+    row_segment: Any,
+    block_tables: Any,
+    pages_k: Any,
+    pages_v: Any,
+    out: Any,
+) -> None:
+    kv_heads, width, page = pages_k.shape[1], pages_k.shape[2], pages_k.shape[3]
+    heads = out.shape[1] // width
+    group = heads // kv_heads
+    rows = positions.shape[0]
+    root = _ONE / np.sqrt(np.float32(width))
+    for item in prange(rows * kv_heads):
+        r = item // kv_heads
+        g = item % kv_heads
+        position = positions[r]
+        table = block_tables[row_segment[r]]
+        keys = position + 1
+        blocks = (keys + page - 1) // page
+        query = np.empty(width, np.float32)
+        scores = np.empty((blocks, page), np.float32)
+        mixed = np.empty(width, np.float32)
+        sums = np.empty(page, np.float32)
+        for member in range(group):
+            head = g * group + member
+            _norm_rope(
+                qkv[r, head * width : (head + 1) * width],
+                q_norm,
+                cos[position],
+                sin[position],
+                eps,
+                query,
+            )
+            best = np.float32(-np.inf)
+            for b in range(blocks):
+                tile = pages_k[table[b], g]
+                score = scores[b]
+                for j in range(page):
+                    score[j] = _ZERO
+                for i in range(width):
+                    weight = query[i] * root
+                    key = tile[i]
+                    for j in range(page):
+                        score[j] += weight * key[j]
+                seen = min(page, keys - b * page)
+                for j in range(seen):
+                    best = max(best, score[j])
+            for j in range(page):
+                sums[j] = _ZERO
+            for i in range(width):
+                mixed[i] = _ZERO
+            for b in range(blocks):
+                tile_v = pages_v[table[b], g]
+                score = scores[b]
+                seen = min(page, keys - b * page)
+                for j in range(seen):
+                    score[j] = exp32(score[j] - best)
+                    sums[j] += score[j]
+                for j in range(seen):
+                    weight = score[j]
+                    value = tile_v[j]
+                    for i in range(width):
+                        mixed[i] += weight * value[i]
+            total = _ZERO
+            for j in range(page):
+                total += sums[j]
+            inverse = _ONE / total
+            base = head * width
+            gate_base = heads * width + base
+            for i in range(width):
+                out[r, base + i] = mixed[i] * inverse * sigmoid32(qkv[r, gate_base + i])
+
+
+def attention_mixer(
+    qkv: Tensor, params: AttentionParams, pages: KvPages, batch: RaggedBatch
+) -> Tensor:
+    """As naive.attention_mixer, float32."""
+    out = qkv.new_empty(qkv.shape[0], params.heads * params.head_dim)
+    rows = qkv.numpy()
+    cos, sin, eps = params.cos.numpy(), params.sin.numpy(), np.float32(params.eps)
+    positions, segments = batch.positions.numpy(), batch.row_segment.numpy()
+    tables = batch.block_tables.numpy()
+    k, v = pages.k.numpy(), pages.v.numpy()
+    _write_kv(rows, params.k_norm.numpy(), cos, sin, eps, positions, segments, tables, k, v)
+    _attend(
+        rows, params.q_norm.numpy(), cos, sin, eps, positions, segments, tables, k, v, out.numpy()
+    )
+    return out

@@ -1,0 +1,35 @@
+"""Index tensors of one ragged step, for every operator. Knows rows and slots, not requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """R rows of S sequences, the rows of a sequence side by side; every tensor is int64.
+
+    Attributes:
+        positions: [R] position of each row in its sequence.
+        row_segment: [R] index of the sequence that owns each row.
+        row_start: [S + 1] first row of each sequence, then R.
+        starts: [S] tokens that the sequence consumed before its first row; 0 means that the stored
+            state is another's and must be taken as zero.
+        slots: [S] state slot of each sequence.
+        committed: [S] leading rows whose state is kept (SPEC section 8, rule 2).
+        pending: [S] rows in the slot's ring that must run before the first own row.
+        chunked: [S] 1 where the chunked form of the GDN recurrence is allowed (prefill).
+        block_tables: [S, B] KV blocks of each sequence, padded with the dummy block.
+    """
+
+    positions: Tensor
+    row_segment: Tensor
+    row_start: Tensor
+    starts: Tensor
+    slots: Tensor
+    committed: Tensor
+    pending: Tensor
+    chunked: Tensor
+    block_tables: Tensor

@@ -1,0 +1,1 @@
+"""The Gated DeltaNet mixer: causal conv, gates, delta-rule recurrence and gated norm."""

@@ -1,0 +1,58 @@
+"""What every form of the GDN mixer takes: one layer's parameters and one layer's state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GdnParams:
+    """Small parameters of one layer, float32.
+
+    Attributes:
+        conv: [kernel, conv_dim] depthwise weights, newest tap last.
+        decay: [Hv] = -exp(A_log).
+        dt_bias: [Hv].
+        norm: [Dv] plain scale of the gated norm.
+        key_heads, value_heads, key_width, value_width: Hk, Hv, Dk, Dv.
+        eps: of the gated norm.
+    """
+
+    conv: Tensor
+    decay: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    eps: float
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels that pass through the convolution: q, k and v."""
+        return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of v, of z and of the mixer's output."""
+        return self.value_heads * self.value_width
+
+
+@dataclass(frozen=True, slots=True)
+class GdnState:
+    """One layer's state of every slot, float32.
+
+    Attributes:
+        h: [slots + 1, Hv, Dk, Dv].
+        conv: [slots + 1, conv_dim, kernel] raw inputs, newest last (the oldest is never read).
+        ring_inputs: [ring slots, drafts, conv_dim] raw inputs of rows not yet folded into h.
+        ring_gates: [ring slots, drafts, 2, Hv] their g and beta.
+    """
+
+    h: Tensor
+    conv: Tensor
+    ring_inputs: Tensor
+    ring_gates: Tensor

@@ -1,0 +1,83 @@
+"""The choice of an implementation for every operator, by device. Nothing falls back silently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.attention.types import AttentionParams, KvPages
+from kernels.batch import RaggedBatch
+from kernels.gdn.types import GdnParams, GdnState
+from kernels.moe.naive import MoeParams
+
+Linear = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """One implementation of every operator.
+
+    Attributes:
+        name: which one, for the log and `spark doctor`.
+        pack_linear: weight [N, K] -> callable [M, K] -> [M, N] with `nbytes` and `form`.
+        add_rms_norm, silu_mul, gdn_mixer, attention_mixer, moe_mlp: see their naive.py.
+        limit_threads: how many threads the numba kernels may use from now on.
+    """
+
+    name: str
+    pack_linear: Callable[[Tensor], Linear]
+    add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
+    silu_mul: Callable[[Tensor], Tensor]
+    gdn_mixer: Callable[[Tensor, GdnParams, GdnState, RaggedBatch], Tensor]
+    attention_mixer: Callable[[Tensor, AttentionParams, KvPages, RaggedBatch], Tensor]
+    moe_mlp: Callable[[Tensor, MoeParams, Callable[[Tensor], Tensor]], Tensor]
+    limit_threads: Callable[[int], None]
+
+
+def naive_ops(dtype: torch.dtype) -> Ops:
+    """Plain torch on any device; the truth that the others are tested against."""
+    from kernels.attention.naive import attention_mixer
+    from kernels.gdn.naive import gdn_mixer
+    from kernels.linear.naive import pack
+    from kernels.moe.naive import moe_mlp
+    from kernels.rms_norm.naive import add_rms_norm
+    from kernels.silu_mul.naive import silu_mul
+
+    return Ops(
+        name="naive",
+        pack_linear=lambda weight: pack(weight, dtype),
+        add_rms_norm=add_rms_norm,
+        silu_mul=silu_mul,
+        gdn_mixer=gdn_mixer,
+        attention_mixer=attention_mixer,
+        moe_mlp=moe_mlp,
+        limit_threads=lambda threads: None,
+    )
+
+
+def cpu_ops() -> Ops:
+    """Packed linears and numba kernels, float32 activations."""
+    import numba
+
+    from kernels.attention.cpu import attention_mixer
+    from kernels.gdn.cpu import gdn_mixer
+    from kernels.linear.cpu import fp16_rows_vary, pack
+    from kernels.moe.naive import moe_mlp
+    from kernels.rms_norm.cpu import add_rms_norm
+    from kernels.silu_mul.cpu import silu_mul
+
+    pad = fp16_rows_vary()
+    most = numba.config.NUMBA_NUM_THREADS
+    return Ops(
+        name="cpu",
+        pack_linear=lambda weight: pack(weight, pad),
+        add_rms_norm=add_rms_norm,
+        silu_mul=silu_mul,
+        gdn_mixer=gdn_mixer,
+        attention_mixer=attention_mixer,
+        moe_mlp=moe_mlp,
+        limit_threads=lambda threads: numba.set_num_threads(min(threads, most)),
+    )

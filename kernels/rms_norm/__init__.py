@@ -1,0 +1,1 @@
+"""RMSNorm over the residual stream, fused with the addition before it."""

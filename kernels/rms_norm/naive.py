@@ -1,0 +1,20 @@
+"""The truth, in torch. Scales arrive ready to multiply: 1 + w is folded at load time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """x [..., H] any float -> same shape and dtype: x / sqrt(mean(x^2) + eps) * scale, in fp32."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * scale).to(x.dtype)
+
+
+def add_rms_norm(residual: Tensor, delta: Tensor | None, scale: Tensor, eps: float) -> Tensor:
+    """residual [R, H] += delta in place (when there is one), then its norm [R, H]."""
+    if delta is not None:
+        residual += delta
+    return rms_norm(residual, scale, eps)

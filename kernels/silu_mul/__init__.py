@@ -1,0 +1,1 @@
+"""silu(gate) * up, the activation of a gated MLP."""

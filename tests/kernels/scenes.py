@@ -1,0 +1,120 @@
+"""Random layers, states and ragged batches for the operator tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.attention.types import AttentionParams, KvPages
+from kernels.batch import RaggedBatch
+from kernels.gdn.types import GdnParams, GdnState
+
+DRAFTS = 3
+PAGE = 64
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One sequence's part of a step."""
+
+    slot: int
+    start: int
+    count: int
+    committed: int | None = None
+    pending: int = 0
+    chunked: bool = False
+
+
+def make_batch(rows: list[Rows], blocks_per_sequence: int = 5) -> RaggedBatch:
+    """Sequences get disjoint blocks by slot."""
+    positions, owner, row_start = [], [], [0]
+    for s, r in enumerate(rows):
+        positions += range(r.start, r.start + r.count)
+        owner += [s] * r.count
+        row_start.append(row_start[-1] + r.count)
+    tables = [
+        list(range(r.slot * blocks_per_sequence, (r.slot + 1) * blocks_per_sequence)) for r in rows
+    ]
+    return RaggedBatch(
+        positions=torch.tensor(positions),
+        row_segment=torch.tensor(owner),
+        row_start=torch.tensor(row_start),
+        starts=torch.tensor([r.start for r in rows]),
+        slots=torch.tensor([r.slot for r in rows]),
+        committed=torch.tensor([r.count if r.committed is None else r.committed for r in rows]),
+        pending=torch.tensor([r.pending for r in rows]),
+        chunked=torch.tensor([int(r.chunked) for r in rows]),
+        block_tables=torch.tensor(tables),
+    )
+
+
+def gdn_params(hk: int, hv: int, dk: int, dv: int, seed: int = 0) -> GdnParams:
+    """Gates from nearly none to strong decay, so that an error in them shows."""
+    g = torch.Generator().manual_seed(seed)
+    conv_dim = 2 * hk * dk + hv * dv
+    return GdnParams(
+        conv=torch.randn(4, conv_dim, generator=g) * 0.5,
+        decay=-torch.empty(hv).uniform_(0.01, 4.0, generator=g),
+        dt_bias=torch.randn(hv, generator=g) * 0.5,
+        norm=1 + torch.randn(dv, generator=g) * 0.1,
+        key_heads=hk,
+        value_heads=hv,
+        key_width=dk,
+        value_width=dv,
+        eps=1e-6,
+    )
+
+
+def gdn_state(params: GdnParams, slots: int, seed: int = 1) -> GdnState:
+    """Random contents: what an earlier tenant left."""
+    g = torch.Generator().manual_seed(seed)
+    p = params
+    return GdnState(
+        h=torch.randn(slots, p.value_heads, p.key_width, p.value_width, generator=g) * 0.3,
+        conv=torch.randn(slots, p.conv_dim, 4, generator=g),
+        ring_inputs=torch.randn(slots, DRAFTS, p.conv_dim, generator=g),
+        ring_gates=torch.stack(
+            (
+                -torch.rand(slots, DRAFTS, p.value_heads, generator=g),
+                torch.rand(slots, DRAFTS, p.value_heads, generator=g),
+            ),
+            dim=2,
+        ),
+    )
+
+
+def clone_state(state: GdnState) -> GdnState:
+    return GdnState(
+        state.h.clone(), state.conv.clone(), state.ring_inputs.clone(), state.ring_gates.clone()
+    )
+
+
+def gdn_proj(params: GdnParams, rows: int, seed: int = 2) -> Tensor:
+    width = params.conv_dim + params.value_dim + 2 * params.value_heads
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def attention_params(heads: int, kv_heads: int, width: int, length: int = 320) -> AttentionParams:
+    g = torch.Generator().manual_seed(3)
+    half = width // 8
+    angle = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    return AttentionParams(
+        q_norm=1 + torch.randn(width, generator=g) * 0.1,
+        k_norm=1 + torch.randn(width, generator=g) * 0.1,
+        cos=angle.cos(),
+        sin=angle.sin(),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=width,
+        eps=1e-6,
+    )
+
+
+def kv_pages(blocks: int, kv_heads: int, width: int, seed: int = 4) -> KvPages:
+    g = torch.Generator().manual_seed(seed)
+    return KvPages(
+        k=torch.randn(blocks, kv_heads, width, PAGE, generator=g),
+        v=torch.randn(blocks, kv_heads, PAGE, width, generator=g),
+    )

@@ -1,0 +1,133 @@
+"""The numba form of the GDN mixer against the truth, and its exactness across splits and modes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.gdn import cpu, naive
+from tests.kernels.scenes import (
+    Rows,
+    clone_state,
+    gdn_params,
+    gdn_proj,
+    gdn_state,
+    make_batch,
+)
+
+GEOMETRIES = [(2, 2, 16, 16), (2, 4, 64, 64), (1, 3, 32, 16), (1, 4, 16, 48)]
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert torch.isfinite(a).all()
+    torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [Rows(0, 0, 1)],
+        [Rows(2, 0, 3), Rows(0, 5, 1), Rows(1, 9, 4, committed=1, pending=2)],
+        [Rows(1, 64, 65), Rows(0, 0, 2), Rows(3, 7, 1, pending=3)],
+        [Rows(1, 3, 4, committed=4, pending=1), Rows(2, 8, 2, committed=1)],
+    ],
+)
+def test_cpu_equals_naive(geometry: tuple[int, int, int, int], rows: list[Rows]) -> None:
+    params = gdn_params(*geometry)
+    truth, state = gdn_state(params, 5), gdn_state(params, 5)
+    batch = make_batch(rows)
+    proj = gdn_proj(params, int(batch.row_start[-1]))
+    want = naive.gdn_mixer(proj, params, truth, batch)
+    got = cpu.gdn_mixer(proj, params, state, batch)
+    close(got, want)
+    close(state.h, truth.h)
+    assert torch.equal(state.conv[:, :, 1:], truth.conv[:, :, 1:])
+    assert torch.equal(state.ring_inputs, truth.ring_inputs)
+    close(state.ring_gates, truth.ring_gates)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 31, 63, 64, 65, 128, 150])
+def test_chunked_form_equals_recurrent_form(length: int) -> None:
+    params = gdn_params(2, 6, 32, 32)
+    one, two = gdn_state(params, 2), gdn_state(params, 2)
+    proj = gdn_proj(params, length)
+    recurrent = naive.gdn_mixer(proj, params, one, make_batch([Rows(0, 64, length)]))
+    chunked = naive.gdn_mixer(proj, params, two, make_batch([Rows(0, 64, length, chunked=True)]))
+    close(chunked, recurrent)
+    close(two.h, one.h)
+    assert torch.equal(two.conv, one.conv)
+
+
+@pytest.mark.parametrize("splits", [[1] * 70, [7] * 10, [64, 6], [3, 67], [69, 1]])
+def test_any_split_gives_the_same_bits(splits: list[int]) -> None:
+    params = gdn_params(2, 4, 64, 64)
+    whole, parts = gdn_state(params, 2), gdn_state(params, 2)
+    proj = gdn_proj(params, 70)
+    want = cpu.gdn_mixer(proj, params, whole, make_batch([Rows(1, 0, 70)]))
+    start, got = 0, []
+    for count in splits:
+        batch = make_batch([Rows(1, start, count)])
+        got.append(cpu.gdn_mixer(proj[start : start + count], params, parts, batch))
+        start += count
+    assert torch.equal(torch.cat(got), want)
+    assert torch.equal(parts.h, whole.h)
+    assert torch.equal(parts.conv[:, :, 1:], whole.conv[:, :, 1:])
+
+
+@pytest.mark.parametrize("emitted", [[1, 1, 1], [4, 4, 4], [2, 1, 4, 3], [3, 4, 1, 1]])
+def test_carry_gives_the_bits_of_plain_steps(emitted: list[int]) -> None:
+    """Verify rows whose drafts are partly accepted, against one plain row at a time."""
+    params = gdn_params(2, 4, 32, 32)
+    plain, carry = gdn_state(params, 2), gdn_state(params, 2)
+    total = sum(emitted)
+    truth = gdn_proj(params, total + 1)
+    wrong = gdn_proj(params, total + 8, seed=9)
+    want = torch.cat(
+        [
+            cpu.gdn_mixer(truth[t : t + 1], params, plain, make_batch([Rows(0, 5 + t, 1)]))
+            for t in range(total)
+        ]
+    )
+    got, start, pending = [], 0, 0
+    for count in emitted:
+        rows = torch.cat((truth[start : start + count], wrong[start : start + 4 - count]))
+        batch = make_batch([Rows(0, 5 + start, 4, committed=1, pending=pending)])
+        got.append(cpu.gdn_mixer(rows, params, carry, batch)[:count])
+        start, pending = start + count, count - 1
+    assert torch.equal(torch.cat(got), want)
+    # One more plain row folds what is pending: then the states agree as well.
+    cpu.gdn_mixer(truth[total:], params, plain, make_batch([Rows(0, 5 + total, 1)]))
+    last = make_batch([Rows(0, 5 + total, 1, pending=pending)])
+    cpu.gdn_mixer(truth[total:], params, carry, last)
+    assert torch.equal(carry.h[0], plain.h[0])
+    assert torch.equal(carry.conv[0, :, 1:], plain.conv[0, :, 1:])
+
+
+def test_neighbours_do_not_change_a_bit() -> None:
+    params = gdn_params(2, 4, 64, 64)
+    alone, among = gdn_state(params, 5), gdn_state(params, 5)
+    proj = gdn_proj(params, 9)
+    want = cpu.gdn_mixer(proj[4:5], params, alone, make_batch([Rows(2, 6, 1)]))
+    batch = make_batch([Rows(0, 0, 4), Rows(2, 6, 1), Rows(1, 4, 4, committed=1)])
+    got = cpu.gdn_mixer(proj, params, among, batch)
+    assert torch.equal(got[4:5], want)
+    assert torch.equal(among.h[2], alone.h[2])
+
+
+@pytest.mark.parametrize("mixer", [naive.gdn_mixer, cpu.gdn_mixer])
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_first_rows_ignore_what_the_slot_holds(mixer: object, length: int) -> None:
+    params = gdn_params(1, 2, 16, 16)
+    clean = gdn_state(params, 1)
+    dirty = clone_state(clean)
+    for tensor in (dirty.h, dirty.conv, dirty.ring_inputs, dirty.ring_gates):
+        tensor.fill_(torch.nan)
+    proj = gdn_proj(params, length)
+    batch = make_batch([Rows(0, 0, length)])
+    assert torch.equal(
+        mixer(proj, params, dirty, batch),  # type: ignore[operator]
+        mixer(proj, params, clean, batch),  # type: ignore[operator]
+    )
+    assert torch.isfinite(dirty.h).all()
+    assert torch.isfinite(dirty.conv).all()
