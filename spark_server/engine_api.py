@@ -141,3 +141,11 @@ class RequestObserver(Protocol):
     ) -> None:
         """The sequence ended `seconds` after the HTTP request came, whatever the outcome."""
         ...
+
+
+class MetricsPage(Protocol):
+    """Renders the metrics page."""
+
+    def __call__(self, accept: str) -> tuple[bytes, str]:
+        """Body and content type that fit the scraper's Accept header (may be empty)."""
+        ...
