@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from datetime import datetime
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.exceptions
 import jinja2.nodes
 import jinja2.parser
 from jinja2.filters import do_indent
-from jinja2.sandbox import MAX_RANGE, ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import MAX_RANGE, ImmutableSandboxedEnvironment
 
 from engine.errors import ModelFormatError, RequestError
 
@@ -100,7 +101,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             raise _TemplateLimitError("the chat template computes a power that is too large")
         elif operator == "%" and isinstance(left, str):
             # `'%999999999d' % 1` would write a gigabyte in one go, as would the methods below.
-            raise SecurityError("% formatting is not available in chat templates")
+            raise jinja2.exceptions.SecurityError("% formatting is not available in chat templates")
         return super().call_binop(context, operator, left, right)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -108,6 +109,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(obj, str) and attr in _PADDING_METHODS:
             return False
         return super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Jinja wraps `str.format` before it asks `is_safe_attribute`; here it stays unwrapped."""
+        return None
 
 
 def _check_size(size: int) -> None:
