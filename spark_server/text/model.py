@@ -181,7 +181,8 @@ def _sampling_defaults(config: Mapping[str, Any], root: Path) -> SamplingDefault
             or not low <= value <= high
         ):
             raise ModelFormatError(
-                f"{root / 'generation_config.json'}: {name} is {value!r}, not in {low:g} to {high:g}"
+                f"{root / 'generation_config.json'}: {name} is {value!r}, "
+                f"not a number from {low:g} to {high:g}"
             )
         values[name] = kind(value)
     return SamplingDefaults(**values)

@@ -14,8 +14,8 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-import jinja2.ext
 import jinja2.exceptions
+import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 from jinja2.filters import do_indent
