@@ -1,0 +1,147 @@
+"""What `auto` stands for: settings become the engine's configuration, with a reason for each.
+
+The first half runs in the API process without torch, the second in the engine process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from engine.config import GRID, EngineConfig
+from engine.errors import ConfigError, ModelFormatError
+
+if TYPE_CHECKING:  # the engine process comes here too and has no use for pydantic
+    from spark_server.settings import Settings
+
+DEFAULT_SEQ_LEN = 4096
+GPU_SHARE = 0.9
+CPU_SHARE = 0.5
+_GIB = 2**30
+_CGROUP_LIMITS = (
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
+
+
+def engine_config(settings: Settings, folder: str) -> tuple[EngineConfig, list[str]]:
+    """Everything that can be known without torch; device, dtype and budget may stay open.
+
+    Returns:
+        The configuration and one sentence per `auto` that was resolved.
+
+    Raises:
+        ModelFormatError: config.json is missing or says no length.
+        ConfigError: `--max-seq-len` exceeds what the model allows.
+    """
+    notes: list[str] = []
+    allowed = _max_positions(Path(folder) / "config.json")
+    length = settings.batching.max_seq_len
+    if length is None:
+        length = min(allowed, DEFAULT_SEQ_LEN)
+        notes.append(f"max-seq-len auto is {length}, the model allows {allowed}")
+    elif length > allowed:
+        raise ConfigError(
+            f"--max-seq-len {length} exceeds the {allowed} positions of the model; "
+            f"use {allowed} or less"
+        )
+    threads = settings.model.threads
+    if threads is None:
+        threads = len(os.sched_getaffinity(0))
+        notes.append(f"threads auto is {threads}, the CPUs that this process may use")
+    prefill = settings.batching.max_prefill_tokens
+    config = EngineConfig(
+        model_dir=folder,
+        device=settings.model.device,
+        dtype=settings.model.dtype,
+        max_batch_size=settings.batching.max_batch_size,
+        max_seq_len=length,
+        max_prefill_tokens=prefill - prefill % GRID,
+        max_waiting=settings.batching.max_waiting,
+        memory_budget=settings.memory.memory_budget,
+        kv_tokens=settings.memory.kv_tokens,
+        threads=threads,
+        kernels=settings.model.kernels,
+    )
+    return config, notes
+
+
+def _max_positions(path: Path) -> int:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelFormatError(f"{path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ModelFormatError(f"{path}: not valid JSON, {error}") from None
+    text = config.get("text_config", config) if isinstance(config, dict) else None
+    length = text.get("max_position_embeddings") if isinstance(text, dict) else None
+    if not isinstance(length, int) or length < 2:
+        raise ModelFormatError(f"{path}: max_position_embeddings is missing or no length")
+    return length
+
+
+def finish_config(
+    config: EngineConfig, utilization: float | None
+) -> tuple[EngineConfig, list[str]]:
+    """Resolve device, dtype and memory budget on the machine at hand; imports torch if it must.
+
+    Raises:
+        ConfigError: `--device cuda` without a usable GPU.
+    """
+    notes: list[str] = []
+    device = config.device
+    if device != "cpu":
+        device = _pick_device(device)
+        if config.device == "auto":
+            notes.append(f"device auto is {device}")
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+        notes.append(f"dtype auto is {dtype}")
+    budget = config.memory_budget
+    if budget is None:
+        total = _gpu_memory() if device == "cuda" else cpu_memory()
+        share = utilization or (GPU_SHARE if device == "cuda" else CPU_SHARE)
+        budget = int(total * share)
+        notes.append(
+            f"memory-budget auto is {budget / _GIB:.2f} GiB, "
+            f"{share:g} of the {device}'s {total / _GIB:.2f} GiB"
+        )
+    return replace(config, device=device, dtype=dtype, memory_budget=budget), notes
+
+
+def _pick_device(asked: str) -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if asked == "cuda":
+        raise ConfigError(
+            "--device cuda: torch finds no GPU here; install a CUDA build of torch "
+            "or use --device cpu"
+        )
+    return "cpu"
+
+
+def _gpu_memory() -> int:
+    import torch
+
+    return int(torch.cuda.mem_get_info()[1])
+
+
+def cpu_memory() -> int:
+    """Bytes that this process could have: the machine's memory or its control group's limit."""
+    total = int(psutil.virtual_memory().total)
+    for path in _CGROUP_LIMITS:
+        try:
+            limit = Path(path).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if limit.isdigit():
+            total = min(total, int(limit))
+    return total
