@@ -1,0 +1,66 @@
+"""Segments of a step to index tensors. Knows neither weights nor requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.runner import RowPhase, Segment
+from kernels.batch import RaggedBatch
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """token_ids [R] and logit_rows [n] (rows whose logits are wanted), int64, with the batch."""
+
+    token_ids: Tensor
+    logit_rows: Tensor
+    batch: RaggedBatch
+
+
+def step_input(
+    segments: Sequence[Segment], pending: Int64, dummy_block: int, device: torch.device
+) -> StepInput:
+    """Lay the segments' rows side by side; `pending` [slots + 1] counts each slot's ring rows."""
+    counts = np.array([len(s.token_ids) for s in segments], np.int64)
+    row_start = np.zeros(len(segments) + 1, np.int64)
+    np.cumsum(counts, out=row_start[1:])
+    rows = int(row_start[-1])
+    starts = np.array([s.start for s in segments], np.int64)
+    slots = np.array([s.slot for s in segments], np.int64)
+    row_segment = np.repeat(np.arange(len(segments)), counts)
+    within = np.arange(rows) - row_start[row_segment]
+    logit_counts = np.array([s.logit_rows for s in segments], np.int64)
+    # The last logit_rows rows of each segment.
+    wanted = within >= (counts - logit_counts)[row_segment]
+    tables = np.full(
+        (len(segments), max(len(s.block_table) for s in segments)), dummy_block, np.int64
+    )
+    for i, segment in enumerate(segments):
+        tables[i, : len(segment.block_table)] = segment.block_table
+    token_ids = np.fromiter(
+        (token for s in segments for token in s.token_ids), np.int64, count=rows
+    )
+
+    def place(array: Int64) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    batch = RaggedBatch(
+        positions=place(starts[row_segment] + within),
+        row_segment=place(row_segment),
+        row_start=place(row_start),
+        starts=place(starts),
+        slots=place(slots),
+        committed=place(np.array([s.committed for s in segments], np.int64)),
+        pending=place(pending[slots]),
+        chunked=place(np.array([s.phase is RowPhase.PREFILL for s in segments], np.int64)),
+        block_tables=place(tables),
+    )
+    return StepInput(place(token_ids), place(np.flatnonzero(wanted)), batch)

@@ -1,0 +1,69 @@
+"""A checkpoint folder to a packed network over given pools, one layer in memory at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from engine.model.hybrid import Network
+from engine.model.layers import Layer, attention_mixer, gdn_mixer, layer, rotary_tables
+from engine.model.mtp import MtpHead
+from engine.pools.kv import KvPool
+from engine.pools.state import SsmStatePool
+from engine.weights.layout import AttentionWeights, LayerWeights
+from engine.weights.loader import Checkpoint, Progress
+from engine.weights.model_config import ModelConfig
+from kernels.ops import Ops
+
+
+def load_network(
+    folder: Path,
+    config: ModelConfig,
+    states: SsmStatePool,
+    kv: KvPool,
+    ops: Ops,
+    max_seq_len: int,
+    *,
+    with_mtp: bool,
+    progress: Progress | None = None,
+) -> Network:
+    """Read and pack every layer; the drafter's tensors are checked even when it stays out.
+
+    Raises:
+        ModelFormatError: names the tensor that is missing, unknown or misshapen.
+    """
+    device = states.h.device
+    cos, sin = (table.to(device) for table in rotary_tables(config, max_seq_len))
+    gdn_seen = attention_seen = 0
+
+    def build(weights: LayerWeights) -> Layer:
+        nonlocal gdn_seen, attention_seen
+        if isinstance(weights.mixer, AttentionWeights):
+            pages = kv.layer(attention_seen)
+            attention_seen += 1
+            mixer = attention_mixer(weights.mixer, config, (cos, sin), pages, ops)
+            return layer(weights, mixer, config, ops)
+        state = states.layer(gdn_seen)
+        gdn_seen += 1
+        return layer(weights, gdn_mixer(weights.mixer, config, state, ops), config, ops)
+
+    with Checkpoint(folder, config, progress) as checkpoint:
+        embed = checkpoint.embed().to(device)
+        head = checkpoint.lm_head()
+        lm_head = ops.pack_linear(embed if head is None else head.to(device))
+        layers = tuple(build(checkpoint.layer(i)) for i in range(len(config.layer_kinds)))
+        norm: Tensor = checkpoint.norm().to(device)
+        drafter = checkpoint.mtp()
+        mtp: MtpHead | None = None
+        if drafter is not None and with_mtp:
+            mtp = MtpHead(
+                fc=ops.pack_linear(drafter.fc),
+                norm_embedding=drafter.norm_embedding,
+                norm_hidden=drafter.norm_hidden,
+                layer=build(drafter.layer),
+                norm=drafter.norm,
+                ops=ops,
+            )
+        checkpoint.finish()
+    return Network(embed, layers, norm, lm_head, mtp)

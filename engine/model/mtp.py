@@ -1,0 +1,46 @@
+"""The multi-token-prediction head: one full-attention layer that drafts the token after next.
+
+Row p takes token p + 1 and the target's hidden state of position p, after the final norm
+(transformers' MtpModel, vLLM's qwen3_next_mtp); re-fed rows take the head's own output instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.model.layers import Layer
+from kernels.batch import RaggedBatch
+from kernels.ops import Linear, Ops
+
+
+@dataclass(frozen=True, slots=True)
+class MtpHead:
+    """fc [2 H -> H] over (embedding, hidden), a decoder layer with its own KV pages, and a norm."""
+
+    fc: Linear
+    norm_embedding: Tensor
+    norm_hidden: Tensor
+    layer: Layer
+    norm: Tensor
+    ops: Ops
+
+    def __call__(self, embedding: Tensor, hidden: Tensor, batch: RaggedBatch) -> Tensor:
+        """embedding [R, H] of the next tokens, hidden [R, H] -> [R, H] after the head's norm.
+
+        The result goes to the target's lm_head, and is the hidden input of the re-fed row.
+        """
+        eps = self.layer.eps
+        normed = self.ops.add_rms_norm
+        rows = torch.cat(
+            (
+                normed(embedding, None, self.norm_embedding, eps),
+                normed(hidden, None, self.norm_hidden, eps),
+            ),
+            dim=-1,
+        )
+        residual = self.fc(rows)
+        delta = self.layer(residual, None, batch)
+        return normed(residual, delta, self.norm, eps)

@@ -1,0 +1,114 @@
+"""What a checkpoint holds, from safetensors headers alone. Reads no tensor, imports no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import ModelFormatError
+
+INDEX = "model.safetensors.index.json"
+_DTYPE_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}
+# A header of more than this is no header; safetensors itself refuses above 100 MB.
+_HEADER_LIMIT = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """Where one tensor lies: its file, dtype as safetensors spells it, and shape."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return math.prod(self.shape) * _DTYPE_BYTES[self.dtype]
+
+
+def checkpoint_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a folder: those of the index, else every one; () if none.
+
+    Raises:
+        ModelFormatError: the index cannot be read or names a file that is not there.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        return tuple(sorted(folder.glob("*.safetensors")))
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ModelFormatError(f"{index} cannot be read: {error!r}") from error
+    files = tuple(folder / name for name in names)
+    absent = [path.name for path in files if not path.is_file()]
+    if absent:
+        raise ModelFormatError(
+            f"{folder} lacks {len(absent)} of {len(files)} files that its index names, "
+            f"first {absent[0]}; download the model again"
+        )
+    return files
+
+
+def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Every tensor of the checkpoint by name; empty when there is no safetensors file.
+
+    Raises:
+        ModelFormatError: a header is corrupt, or a file is shorter than its header says.
+    """
+    found: dict[str, TensorHeader] = {}
+    for path in checkpoint_files(folder):
+        for name, entry in _read_header(path).items():
+            if name in found:
+                raise ModelFormatError(f"{name} is in {found[name].file.name} and in {path.name}")
+            found[name] = entry
+    return found
+
+
+def tensor_names(folder: Path) -> tuple[str, ...]:
+    """Names of all tensors of the checkpoint."""
+    return tuple(tensor_headers(folder))
+
+
+def _read_header(path: Path) -> dict[str, TensorHeader]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _HEADER_LIMIT + 1
+        if length > min(_HEADER_LIMIT, size - 8):
+            raise ModelFormatError(f"{path} has no safetensors header; download it again")
+        raw = file.read(length)
+    try:
+        entries = json.loads(raw)
+        entries.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        headers = {
+            name: TensorHeader(path, entry["dtype"], tuple(entry["shape"]))
+            for name, entry in entries.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ModelFormatError(f"{path} has a corrupt safetensors header: {error!r}") from error
+    for name, header in headers.items():
+        if header.dtype not in _DTYPE_BYTES:
+            raise ModelFormatError(f"{path}: {name} has dtype {header.dtype}, which is not served")
+    if 8 + length + end > size:
+        raise ModelFormatError(
+            f"{path} has {size} bytes and its header promises {8 + length + end}; download it again"
+        )
+    return headers
