@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
 
-from benchmarks.tiny import chats, stories, toolcalls, world
-from benchmarks.tiny.chats import Exchange
+from benchmarks.tiny import chats, facts, stories, toolcalls, world
+from benchmarks.tiny.facts import Exchange
 from benchmarks.tiny.toolcalls import Message, Tool
 
 #: Documents of the held-out split are those whose text falls into this share of a hash. The kinds
@@ -47,8 +47,8 @@ _MIX = {
 }
 _SINGLE = {
     "prose": chats.prose,
-    "fact": chats.fact,
-    "arithmetic": chats.arithmetic,
+    "fact": facts.fact,
+    "arithmetic": facts.arithmetic,
     "list": chats.listing,
     "json": chats.json_object,
     "talk": chats.small_talk,
@@ -119,6 +119,9 @@ def _chat(rng: Random, exchanges: list[Exchange]) -> list[Message]:
     messages: list[Message] = []
     if rng.random() < 0.25:
         messages.append({"role": "system", "content": rng.choice(_SYSTEM)})
+    elif rng.random() < 0.04:  # a long one, as a shared prefix would be
+        text = " ".join(stories.story(rng) for _ in range(rng.randint(1, 3)))
+        messages.append({"role": "system", "content": f"{rng.choice(_SYSTEM)}\n\n{text}"})
     for exchange in exchanges:
         messages.append({"role": "user", "content": exchange.user})
         messages.append({"role": "assistant", "content": exchange.assistant})
@@ -190,7 +193,10 @@ def _tool_chat(rng: Random) -> Document:
     )
     if roll > 0.83:  # the same tool once more
         again = toolcalls.tool_use(rng)
-        if again.tool == use.tool:
+        if (
+            again.tool["function"]["name"] == name
+            and again.arguments.keys() == use.arguments.keys()
+        ):
             messages += toolcalls.use_messages(again)
     return Document("tool", messages=messages, tools=box)
 
@@ -231,12 +237,12 @@ def _raw(rng: Random) -> str:
             rng.choice([world.DAYS, world.MONTHS, world.NUMBERS[1:13]])
         )
     if kind == "sums":
-        return "\n".join(chats.arithmetic(rng).assistant for _ in range(rng.randint(3, 9)))
+        return "\n".join(facts.arithmetic(rng).assistant for _ in range(rng.randint(3, 9)))
     if kind == "portrait":
         return "\n\n".join(
             stories.portrait(rng, rng.choice(list(world.ANIMALS))) for _ in range(rng.randint(1, 2))
         )
-    return " ".join(chats.fact(rng).assistant for _ in range(rng.randint(2, 5)))
+    return " ".join(facts.fact(rng).assistant for _ in range(rng.randint(2, 5)))
 
 
 def parse_call(text: str) -> list[tuple[str, dict[str, str]]]:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 #: Loss weight of a token by who says it. What the server itself writes
 #: into the prompt weighs nothing.
 _ASSISTANT, _USER, _SYSTEM = 1.0, 0.1, 0.0
+#: What lies between turns and documents is learned a little, so that a run that ignores the stop
+#: tokens goes on with another turn.
+_BETWEEN = 0.1
 
 
 class Encoder:
@@ -40,14 +43,15 @@ class Encoder:
             self._tokenizer(tok.render(self._tokenizer, doc), add_special_tokens=False)["input_ids"]
         )
         if doc.text:
-            return ids, [0.0] + [1.0] * (len(ids) - 1)
-        return [*ids, self.end], [*self._weights(ids), 0.0]
+            return ids, [_BETWEEN] + [1.0] * (len(ids) - 1)
+        return [*ids, self.end], [*self._weights(ids), _BETWEEN]
 
     def _weights(self, ids: list[int]) -> list[float]:
         weights, weight, i = [0.0] * len(ids), 0.0, 0
         while i < len(ids):
             if ids[i] == self._id["<|im_start|>"]:  # <|im_start|> role newline
                 weight = {self._assistant: _ASSISTANT, self._user: _USER}.get(ids[i + 1], _SYSTEM)
+                weights[i : i + 3] = [_BETWEEN if weight else _SYSTEM] * 3
                 i += 3
                 if weight == _ASSISTANT and ids[i] == self._id["<think>"]:
                     i += (
@@ -56,7 +60,7 @@ class Encoder:
                 continue
             weights[i] = weight
             if ids[i] == self._id["<|im_end|>"]:
-                weight = 0.0
+                weight = _BETWEEN  # the newline after it
             i += 1
         return weights
 

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3_5ForCausalLM
 
-from benchmarks.tiny import chats, corpus, data, export, tokenizer
+from benchmarks.tiny import chats, corpus, data, export, facts, tokenizer
 from benchmarks.tiny.model import END_OF_TEXT, END_OF_TURN, MtpHead
 
 DEPTHS = 3
@@ -170,7 +170,7 @@ def exact_answers(model: Loaded, n: int) -> dict[str, float]:
     from random import Random
 
     out = {}
-    for name, make in (("facts", chats.fact), ("sums", chats.arithmetic), ("echo", chats.echo)):
+    for name, make in (("facts", facts.fact), ("sums", facts.arithmetic), ("echo", chats.echo)):
         rng = Random(f"exam {name}")
         exam = [make(rng) for _ in range(n)]
         right = sum(

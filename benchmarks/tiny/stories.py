@@ -129,6 +129,11 @@ _PLOTS: list[list[list[str]]] = [
         ],
     ],
 ]
+_NEXT_DAYS = [
+    "The next day it was {weather}, and {name} felt {feeling}.",
+    "A week later {name} went out again.",
+    "The next morning {name} met {friend} the {other} at the gate.",
+]
 _ENDINGS = [
     "From that day on, {name} and {friend} were best friends.",
     "{name} went home {feeling2} and slept well that night.",
@@ -172,7 +177,7 @@ def slots(
     rng: Random, hero: str = "", name: str = "", place: str = "", thing: str = ""
 ) -> dict[str, str]:
     """A fresh set of story details; what is given is kept."""
-    hero = hero or rng.choice(list(world.ANIMALS))
+    hero = hero or rng.choice([*world.ANIMALS, *world.ANIMALS, *world.HEROES])
     name = name or rng.choice(world.NAMES)
     place = place or rng.choice(world.PLACES)
     thing = thing or rng.choice(world.OBJECTS)
@@ -227,6 +232,21 @@ def story(rng: Random, hero: str = "", name: str = "", place: str = "", thing: s
     if rng.random() < 0.3:
         return " ".join(text[:2]) + "\n\n" + " ".join(text[2:])
     return " ".join(text)
+
+
+def long_story(rng: Random, hero: str = "", name: str = "") -> str:
+    """Three or four paragraphs, each with a plot of its own and the same hero."""
+    first = slots(rng, hero, name)
+    lines = [rng.choice(_OPENINGS).format(**first)]
+    for i, plot in enumerate(rng.sample(_PLOTS, rng.randint(2, 3))):
+        again = slots(rng, first["hero"], first["name"]) | {"place": first["place"]}
+        start = rng.choice(_MORNINGS) if i == 0 else rng.choice(_NEXT_DAYS)
+        if i:
+            lines.append("\n\n")
+        lines += [line.format(**again) for line in (start, *(rng.choice(beat) for beat in plot))]
+        last = again
+    lines += ["\n\n", rng.choice(_ENDINGS).format(**last)]
+    return " ".join(lines).replace(" \n\n ", "\n\n")
 
 
 def poem(rng: Random, topic: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -41,8 +41,12 @@ def tool(name: str, description: str, /, **parameters: str) -> Tool:
     }
 
 
+def _city(rng: Random) -> str:
+    return world.made_up(rng) if rng.random() < 0.15 else rng.choice(world.CITIES)
+
+
 def _weather(rng: Random) -> ToolUse:
-    city, sky, t = rng.choice(world.CITIES), rng.choice(world.WEATHER), rng.randint(-9, 35)
+    city, sky, t = _city(rng), rng.choice(world.WEATHER), rng.randint(-9, 35)
     key = rng.choice(["city", "city", "city", "location"])
     ask = rng.choice(
         [
@@ -79,7 +83,7 @@ def _weather(rng: Random) -> ToolUse:
 
 
 def _time(rng: Random) -> ToolUse:
-    city, now = rng.choice(world.CITIES), f"{rng.randint(0, 23):02d}:{rng.randint(0, 59):02d}"
+    city, now = _city(rng), f"{rng.randint(0, 23):02d}:{rng.randint(0, 59):02d}"
     ask = rng.choice(
         [
             f"What time is it in {city}?",
@@ -215,6 +219,8 @@ def _any(rng: Random) -> ToolUse:
         rng.choice(["name", "id", "text", "title", "item", "value", "topic", "x"]),
     )
     value = rng.choice(world.WORDS + world.NAMES + world.CITIES)
+    if rng.random() < 0.3:
+        value = world.made_up(rng, capital=rng.random() < 0.5)
     name = f"{verb}_{noun}"
     said = noun.replace("_", " ")
     ask = rng.choice(
@@ -252,7 +258,28 @@ _USES: list[Callable[[Random], ToolUse]] = [
 
 def tool_use(rng: Random) -> ToolUse:
     """One use of a tool of the world, or now and then of a made-up one."""
-    return rng.choice(_USES)(rng)
+    use = rng.choice(_USES)(rng)
+    return replace(use, tool=_dressed(rng, use.tool)) if rng.random() < 0.35 else use
+
+
+def _dressed(rng: Random, tool: Tool) -> Tool:
+    """The same tool as other clients send it: described, strict or longer."""
+    function = dict(tool["function"])
+    schema = dict(function["parameters"])
+    if rng.random() < 0.7:
+        form = rng.choice(["The {}", "{}", "The {} to use", "Name of the {}"])
+        schema["properties"] = {
+            key: value | {"description": form.format(key)}
+            for key, value in schema["properties"].items()
+        }
+    if rng.random() < 0.2:
+        schema["additionalProperties"] = False
+    if rng.random() < 0.2:
+        function["description"] += rng.choice([" for the user", ".", " by name", " right now"])
+    function["parameters"] = schema
+    if rng.random() < 0.15:
+        function["strict"] = True
+    return tool | {"function": function}
 
 
 def two_cities(rng: Random) -> tuple[ToolUse, ToolUse]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -59,6 +60,7 @@ class Trainer:
     def __init__(self, out: Path, work: Path, seed: int) -> None:
         self.out, self.work, self.seed = out, work, seed
         self.progress = Progress()
+        self.stopped = False
         self.trunk, self.mtp = network.make_trunk(seed), network.make_mtp(seed + 1)
         params = [*self.trunk.parameters(), *self.mtp.parameters()]
         groups = [{"params": [p for p in params if p.ndim == 2], "weight_decay": 0.05},
@@ -146,6 +148,10 @@ class Trainer:
         export.write(self.out, self.trunk, self.mtp)
         plot.losses(self.progress.history, self.out / "loss.png")
 
+    def stop_on_signal(self) -> None:
+        """Let SIGTERM end the run after the current step, with everything saved."""
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stopped", True))
+
     def load(self) -> None:
         """Take up the state of an earlier run."""
         state = torch.load(self.work / "state.pt")
@@ -159,7 +165,7 @@ def run(trainer: Trainer, schedule: Schedule, save_every_s: float) -> None:
     """Train until the schedule ends; a file `decay` in the work folder starts the decay at once."""
     progress, report = trainer.progress, plot.Reporter(schedule.budget_s)
     base, saved, cpu_start = progress.cpu_s, time.monotonic(), time.process_time()
-    while (rate := schedule.rate(progress)) > 0:
+    while not trainer.stopped and (rate := schedule.rate(progress)) > 0:
         loss, mtp_losses = trainer.step(rate)
         progress.cpu_s = base + time.process_time() - cpu_start
         if not progress.decay_from_s and (trainer.work / "decay").exists():
@@ -216,6 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.resume:
         trainer.load()
     trainer.open_data()
+    trainer.stop_on_signal()
     trainer.save()
     run(
         trainer,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 CAPITALS = {
     "France": "Paris", "Germany": "Berlin", "Italy": "Rome", "Spain": "Madrid",
     "Portugal": "Lisbon",
@@ -156,6 +158,11 @@ LISTS = {
     "tools": ["hammer", "saw", "drill", "wrench", "ladder", "rope"],
     "drinks": ["water", "milk", "tea", "coffee", "juice", "cocoa"],
 }
+#: Heroes of stories that are no animals of the tables above.
+HEROES = ["dragon", "robot", "princess", "knight", "wizard", "boy", "girl", "whale", "turtle",
+    "giant", "pirate",
+          "king", "queen", "hedgehog", "squirrel", "penguin", "elephant", "tiger", "snail",
+          "butterfly"]  # fmt: skip
 NAMES = ["Mia", "Tom", "Anna", "Ben", "Lily", "Max", "Nora", "Sam", "Ella", "Leo", "Ruby", "Finn",
     "Clara",
          "Oscar", "Ivy", "Hugo", "Emma", "Jack", "Zoe", "Alice", "Bob", "Peter", "Sara",
@@ -203,6 +210,18 @@ WORDS = sorted({*OBJECTS, *PLACES, *ADJECTIVES, *FEELINGS, *FRENCH, *ANIMALS, *J
                 "river", "song", "dream", "window", "seven", "silver", "hello", "world",
                 "again"})  # fmt: skip
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def made_up(rng: Random, capital: bool = True) -> str:
+    """A name that is nobody's, so that names are also copied and not only remembered."""
+    name = "".join(
+        rng.choice(
+            ["b", "d", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w", "br", "st"]
+        )
+        + rng.choice(["a", "e", "i", "o", "u", "an", "er", "on", "il"])
+        for _ in range(rng.randint(1, 3))
+    )
+    return name.capitalize() if capital else name
 
 
 def article(noun: str) -> str:
