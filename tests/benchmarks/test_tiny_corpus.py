@@ -121,3 +121,23 @@ def test_prompts_are_seeded_and_need_only_the_standard_library() -> None:
     code = "import sys; import benchmarks.tiny.corpus; print(int('torch' in sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "0"
+
+
+def test_the_loss_falls_on_what_the_assistant_says_and_not_on_the_prompt(shipped) -> None:  # type: ignore[no-untyped-def]
+    data = pytest.importorskip("benchmarks.tiny.data")
+    encoder = data.Encoder(shipped)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
+    ids, weights = encoder.encode(corpus.Document("talk", messages=messages))
+    said = shipped.decode([i for i, w in zip(ids, weights, strict=True) if w == 1.0])
+    prompt = shipped.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    assert said == "Hello!<|im_end|>"
+    assert shipped.decode(ids) == prompt + said + "\n<|endoftext|>"
+
+
+def test_rows_are_full_and_start_with_a_document(shipped) -> None:  # type: ignore[no-untyped-def]
+    data = pytest.importorskip("benchmarks.tiny.data")
+    rows = data.rows(data.Encoder(shipped), corpus.documents(0), 384)
+    for ids, weights in itertools.islice(rows, 40):
+        assert len(ids) == len(weights) == 384
+        start = shipped.decode(ids[:3])
+        assert start.startswith("<|im_start|>") or "<|" not in start
