@@ -1,0 +1,1 @@
+"""From logits to token ids: penalties, filters, draws and log-probabilities. Knows no slots."""

@@ -1,0 +1,125 @@
+"""What sampling must know of one sequence, as a function of its tokens. Knows no logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.request import SamplingParams
+
+# Below this a draw cannot be told from argmax: tokens 0.01 apart in logits have odds e^-10. Such
+# requests are sampled greedily, so that 1e-4 and 1e-6 neither overflow nor differ from greedy text.
+GREEDY_BELOW = 1e-3
+
+
+class DrawKind(Enum):
+    """How a row's token is drawn.
+
+    GREEDY and TEMPERATURE leave the logits as they are, so rows of many sequences are drawn in one
+    vector operation; SHAPED rows change or filter them and go one by one.
+    """
+
+    GREEDY = "greedy"
+    TEMPERATURE = "temperature"
+    SHAPED = "shaped"
+
+
+class SamplingState:
+    """The sampling parameters of one sequence beside its tokens.
+
+    Token counts are caught up with `generated` when they are read, never pushed, so they are right
+    however many tokens a step emitted and whatever was preempted in between.
+
+    Args:
+        params: the request's parameters.
+        prompt: the prompt's token ids.
+        generated: the list that the sequence appends its tokens to.
+        stop_ids: ids that end the sequence; masked while fewer than min_tokens are generated.
+    """
+
+    __slots__ = (
+        "_counted",
+        "_counts",
+        "_in_prompt",
+        "generated",
+        "greedy",
+        "kind",
+        "min_tokens",
+        "params",
+        "penalised",
+        "prompt",
+        "stop_ids",
+        "wants_logprobs",
+    )
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Listing[int],
+        generated: list[int],
+        stop_ids: frozenset[int],
+    ) -> None:
+        self.params = params
+        self.prompt = prompt
+        self.generated = generated
+        self.stop_ids = stop_ids
+        self.greedy = params.temperature < GREEDY_BELOW
+        self.penalised = (
+            params.presence_penalty != 0.0
+            or params.frequency_penalty != 0.0
+            or params.repetition_penalty != 1.0
+        )
+        filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        if params.logit_bias or self.penalised or (filtered and not self.greedy):
+            self.kind = DrawKind.SHAPED
+        else:
+            self.kind = DrawKind.GREEDY if self.greedy else DrawKind.TEMPERATURE
+        self.min_tokens = params.min_tokens if stop_ids else 0
+        self.wants_logprobs = params.logprobs is not None
+        self._counts: npt.NDArray[np.int32] | None = None
+        self._in_prompt: npt.NDArray[np.bool_] | None = None
+        self._counted = 0
+
+    def counts(self, vocab_size: int, drafts: Listing[int] = ()) -> npt.NDArray[np.int32]:
+        """How often each token was generated, int32 [vocab_size], with `drafts` taken as emitted.
+
+        Without drafts this is the state's own array: read it, do not keep or change it.
+        """
+        if self._counts is None:
+            self._counts = np.zeros(vocab_size, np.int32)
+        for token in self.generated[self._counted :]:
+            self._counts[token] += 1
+        self._counted = len(self.generated)
+        if not drafts:
+            return self._counts
+        counts = self._counts.copy()
+        for token in drafts:
+            counts[token] += 1
+        return counts
+
+    def in_prompt(self, vocab_size: int) -> npt.NDArray[np.bool_]:
+        """Which tokens the prompt contains, bool [vocab_size]."""
+        if self._in_prompt is None:
+            self._in_prompt = np.zeros(vocab_size, np.bool_)
+            self._in_prompt[list(self.prompt)] = True
+        return self._in_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """One logits row to draw from.
+
+    Attributes:
+        state: the sequence's sampling state.
+        position: how many tokens precede the drawn one in the output; the draw's number.
+        drafts: unverified tokens between the last emitted token and this row, i.e. the tokens that
+            this row's target follows; the target counts only if all of them are accepted.
+    """
+
+    state: SamplingState
+    position: int
+    drafts: tuple[int, ...] = ()

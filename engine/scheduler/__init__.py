@@ -1,0 +1,15 @@
+"""Which rows run in each step, and who holds which slot and KV blocks. Knows no tensors."""
+
+from engine.scheduler.plan import StepKind, StepOutcome, StepPlan
+from engine.scheduler.scheduler import MAX_BYPASSES, Scheduler
+from engine.scheduler.sequence import Phase, Sequence
+
+__all__ = [
+    "MAX_BYPASSES",
+    "Phase",
+    "Scheduler",
+    "Sequence",
+    "StepKind",
+    "StepOutcome",
+    "StepPlan",
+]

@@ -1,0 +1,458 @@
+"""Decides which rows of which sequences run in each step, and what becomes of their tokens.
+
+Knows no tensors, no logits and no text; it is driven by one thread, one plan and commit at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+from operator import attrgetter
+
+from engine.config import GRID, EngineConfig
+from engine.errors import ConfigError, InvariantError, RequestError
+from engine.request import FinishReason, GenerationRequest, TokenDelta, TokenLogprobs
+from engine.runner import RowPhase, Segment
+from engine.scheduler.holdings import Holdings, SlotMover
+from engine.scheduler.plan import StepOutcome, StepPlan
+from engine.scheduler.queue import WaitingQueue
+from engine.scheduler.segments import build_plan
+from engine.scheduler.sequence import Phase, Sequence
+
+# How often later requests may be admitted past one that does not fit yet. After that admission
+# waits for it, so a large request waits at most for this many small ones beside what runs already.
+MAX_BYPASSES = 16
+
+# KV blocks that must stay free at an admission, so that it does not preempt at the very next step.
+ADMISSION_HEADROOM_BLOCKS = 1
+
+_by_key = attrgetter("key")
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, priorities and exact preemption.
+
+    Order is (priority, arrival). Every decoding sequence has its rows in every step; prompt and
+    replay rows share `max_prefill_tokens` a step in that order. When KV runs out, the last running
+    sequence in that order gives up everything and queues again; the first one is never preempted,
+    so the engine as a whole always gets on. A steady stream of more urgent requests can keep a
+    less urgent one waiting: that is what priorities are for.
+
+    Args:
+        config: sizes and limits; max_prefill_tokens must be a multiple of GRID.
+        kv_blocks: KV blocks in all, of GRID tokens each.
+        move_slot: copies the tensors of slot src to slot dst, called between steps only.
+        eos_ids: the model's own end ids.
+        clock: seconds, for queue times and deadlines.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        kv_blocks: int,
+        move_slot: SlotMover,
+        eos_ids: frozenset[int] = frozenset(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if config.max_prefill_tokens < GRID or config.max_prefill_tokens % GRID:
+            raise ConfigError(
+                f"max_prefill_tokens is {config.max_prefill_tokens} and must be a multiple of "
+                f"{GRID}, at least {GRID}"
+            )
+        self.holdings = Holdings(config.max_batch_size, kv_blocks, move_slot)
+        self.waiting = WaitingQueue(config.max_waiting)
+        self.preemptions = 0
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self._config = config
+        self._eos_ids = eos_ids
+        self._clock = clock
+        self._sequences: dict[int, Sequence] = {}
+        self._arrivals = 0
+        self._in_flight: StepPlan | None = None
+        self._aborted_in_flight: list[Sequence] = []
+
+    # ---- verbs of the caller -------------------------------------------------------------
+
+    def add(self, request: GenerationRequest) -> Sequence:
+        """Queue a request.
+
+        Raises:
+            RequestError: it can never run: empty, longer than the context or than the KV pool.
+            QueueFullError: too many wait already.
+            InvariantError: its id is in use.
+        """
+        if request.request_id in self._sequences:
+            raise InvariantError(f"request id {request.request_id} is in use")
+        limit = self._output_limit(request)
+        self.waiting.expect_room()
+        now = self._clock()
+        sequence = Sequence(
+            request, arrival=self._arrivals, limit=limit, eos_ids=self._eos_ids, now=now
+        )
+        if sequence.blocks_at_most() > self.holdings.blocks.total:
+            raise RequestError(
+                f"prompt and max_tokens need {len(request.prompt_ids) + limit} tokens of KV cache, "
+                f"the pool holds {self.holdings.blocks.total * GRID}; shorten the prompt, lower "
+                "max_tokens or raise --kv-tokens",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        self._arrivals += 1
+        self._sequences[request.request_id] = sequence
+        self.waiting.join(sequence, now)
+        return sequence
+
+    def abort(self, request_id: int) -> TokenDelta | None:
+        """End a request in whatever state it is.
+
+        Returns the last delta; None when the id is unknown (it may just have finished) or when a
+        step is in flight, whose commit then frees the sequence and returns the delta.
+        """
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.finish_reason is not None:
+            return None
+        if self._in_flight is not None:
+            sequence.finish_reason = FinishReason.ABORT
+            self._aborted_in_flight.append(sequence)
+            return None
+        delta = self._end(sequence, FinishReason.ABORT)
+        self._compact()
+        return delta
+
+    def expire(self) -> list[TokenDelta]:
+        """End the requests that waited past their deadline."""
+        return [
+            self._end(
+                sequence,
+                FinishReason.ERROR,
+                error=f"the request waited {sequence.request.deadline:g} s in the queue, which is "
+                "its deadline; retry later",
+                error_status=503,
+            )
+            for sequence in self.waiting.overdue(self._clock())
+        ]
+
+    def propose(self, request_id: int, drafts: Listing[int]) -> None:
+        """Set the drafts that follow a decoding sequence's last token in the next step.
+
+        Drafts beyond what max_tokens or the context length could emit are dropped.
+        """
+        sequence = self._sequences[request_id]
+        if sequence.phase is not Phase.DECODE:
+            raise InvariantError(f"request {request_id} is in {sequence.phase} and cannot draft")
+        room = sequence.limit - len(sequence.generated) - 1
+        sequence.drafts = tuple(drafts[:room])
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take everything from a running sequence and queue it again at its place."""
+        if self._in_flight is not None:
+            raise InvariantError(f"request {sequence.request_id} preempted while a step runs")
+        self.holdings.give_back(sequence)
+        sequence.phase = Phase.WAITING
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self.waiting.join(sequence, self._clock())
+
+    def has_work(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._sequences)
+
+    def requests(self) -> tuple[int, ...]:
+        """Ids of all requests that wait or run."""
+        return tuple(self._sequences)
+
+    def decoding(self) -> list[Sequence]:
+        """The sequences whose next step is a decode, by rising slot."""
+        return [s for s in self.holdings.running() if s.phase is Phase.DECODE]
+
+    def check(self) -> None:
+        """Check the accounts between steps.
+
+        Raises:
+            InvariantError: a slot, a block or a sequence is lost or counted twice.
+        """
+        self.holdings.check()
+        known = len(self.waiting) + self.holdings.slots.used
+        if known != len(self._sequences):
+            raise InvariantError(f"{len(self._sequences)} requests are known, {known} are placed")
+
+    # ---- plan ----------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        """Choose the rows of the next step; admits, preempts and takes blocks as needed.
+
+        Raises:
+            InvariantError: the step before was neither committed nor failed.
+        """
+        if self._in_flight is not None:
+            raise InvariantError("a step is in flight; commit it or let it fail first")
+        preempted = self._secure_decode_rows()
+        prefilling = sorted(
+            (s for s in self.holdings.running() if s.phase is not Phase.DECODE), key=_by_key
+        )
+        # After a preemption nobody is admitted for a step, or the freed blocks would go round.
+        admitted = [] if preempted else self._admit(prefilling)
+        if admitted:
+            prefilling = sorted(prefilling + admitted, key=_by_key)
+        plan = build_plan(
+            self.decoding(),
+            prefilling,
+            budget=self._config.max_prefill_tokens,
+            claims=tuple(s.slot for s in admitted if s.slot is not None),
+        )
+        self._in_flight = plan
+        return plan
+
+    def _secure_decode_rows(self) -> bool:
+        """Give every decoding sequence blocks for its next rows; True when one was preempted."""
+        needy = [
+            s
+            for s in self.holdings.running()
+            if s.computed + len(s.drafts) >= s.capacity and s.phase is Phase.DECODE
+        ]
+        if not needy:
+            return False
+        missing = sum(s.blocks_missing(s.computed + 1 + len(s.drafts)) for s in needy)
+        if missing > self.holdings.blocks.free_count:
+            # Drafts are a luxury: they go before anybody is preempted.
+            for sequence in needy:
+                sequence.drafts = sequence.drafts[
+                    : max(sequence.capacity - sequence.computed - 1, 0)
+                ]
+        before = self.preemptions
+        for sequence in sorted(needy, key=_by_key):
+            self._secure_rows(sequence)
+        if self.preemptions == before:
+            return False
+        self._compact()
+        return True
+
+    def _secure_rows(self, sequence: Sequence) -> None:
+        """Give one sequence blocks for its rows, taking them from the last in order if need be."""
+        while sequence.phase is Phase.DECODE:
+            if self.holdings.grow(sequence, sequence.computed + 1 + len(sequence.drafts)):
+                return
+            self.preempt(max(self.holdings.running(), key=_by_key))
+
+    def _admit(self, prefilling: list[Sequence]) -> list[Sequence]:
+        """Take waiting sequences that fit while the row budget would reach them.
+
+        `prefilling` is sorted by key; the result is too.
+        """
+        admitted: list[Sequence] = []
+        passed_over: list[Sequence] = []
+        ahead, next_running = 0, 0
+        for sequence in self.waiting.window():
+            if self.holdings.slots.free == 0 or self.holdings.blocks.free_count == 0:
+                break
+            while next_running < len(prefilling) and prefilling[next_running].key < sequence.key:
+                ahead += prefilling[next_running].uncomputed
+                next_running += 1
+            rows = sequence.rows_to_resume
+            if self._config.max_prefill_tokens - ahead < min(rows, GRID):
+                break
+            if self._fits(sequence):
+                self._start(sequence)
+                admitted.append(sequence)
+                ahead += rows
+                for other in passed_over:
+                    other.bypassed += 1
+                if any(other.bypassed >= MAX_BYPASSES for other in passed_over):
+                    break
+            elif sequence.bypassed >= MAX_BYPASSES:
+                break
+            else:
+                passed_over.append(sequence)
+        return admitted
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether a slot and the blocks for all known tokens plus headroom are free."""
+        # No headroom beyond the longest output, or a request as large as the pool would never fit.
+        need = min(
+            sequence.blocks_to_admit() + ADMISSION_HEADROOM_BLOCKS, sequence.blocks_at_most()
+        )
+        return self.holdings.slots.free > 0 and self.holdings.blocks.free_count >= need
+
+    def _start(self, sequence: Sequence) -> None:
+        """Admit a waiting sequence: it takes a slot and blocks and starts with its prompt."""
+        self.waiting.admitted(sequence, self._clock())
+        self.holdings.take(sequence, sequence.blocks_to_admit())
+        sequence.phase = Phase.PREFILL
+
+    # ---- commit --------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, outcome: StepOutcome) -> list[TokenDelta]:
+        """Take over a step's tokens, retire what ended and compact the slots.
+
+        A burst is cut at the first stop id and at the sequence's limit; nothing after the cut is
+        emitted or counted. Returns one delta for every sequence that has new tokens or ended.
+
+        Raises:
+            InvariantError: `plan` is not the step in flight or the outcome does not match it.
+        """
+        self._land(plan)
+        deltas: list[TokenDelta] = []
+        ended: list[Sequence] = []
+        logprobs = outcome.logprobs
+        for index, sequence in enumerate(plan.sequences):
+            if sequence.finish_reason is not None:
+                continue  # aborted while the step ran: its tokens were never emitted
+            if index in outcome.failures:
+                deltas.append(self._end_with_error(sequence, outcome.failures[index]))
+                continue
+            segment = plan.segments[index]
+            tokens = outcome.tokens[index]
+            if segment.phase is RowPhase.DECODE:
+                if not 1 <= len(tokens) <= len(segment.token_ids):
+                    raise InvariantError(
+                        f"{len(tokens)} tokens from {len(segment.token_ids)} decode rows"
+                    )
+            else:
+                if len(tokens) != segment.logit_rows:
+                    raise InvariantError(f"{len(tokens)} tokens from {segment.logit_rows} rows")
+                self._advance_prompt(sequence, segment)
+                if not tokens:
+                    continue
+            delta = self._emit(sequence, segment, tokens, logprobs[index] if logprobs else ())
+            deltas.append(delta)
+            if delta.finish_reason is not None:
+                ended.append(sequence)
+        for sequence in ended:
+            self._release(sequence)
+        deltas += self._end_aborted()
+        self._compact()
+        return deltas
+
+    def fail(self, plan: StepPlan, error: str) -> list[TokenDelta]:
+        """End every sequence of a step that could not be finished; the others go on.
+
+        Their states are unknown, so they are not retried: the next owner of a slot starts at zero.
+        """
+        self._land(plan)
+        deltas = [
+            self._end_with_error(sequence, error)
+            for sequence in plan.sequences
+            if sequence.finish_reason is None
+        ]
+        deltas += self._end_aborted()
+        self._compact()
+        return deltas
+
+    def _land(self, plan: StepPlan) -> None:
+        if plan is not self._in_flight:
+            raise InvariantError("this step is not in flight")
+        self._in_flight = None
+
+    def _advance_prompt(self, sequence: Sequence, segment: Segment) -> None:
+        sequence.computed += len(segment.token_ids)
+        if sequence.uncomputed:
+            return
+        generated = len(sequence.generated)
+        if segment.phase is RowPhase.PREFILL:
+            if generated == 0:
+                self.prompt_tokens += len(sequence.prompt)
+            elif generated > 1:
+                sequence.phase = Phase.REPLAY
+                return
+        sequence.phase = Phase.DECODE
+
+    def _emit(
+        self,
+        sequence: Sequence,
+        segment: Segment,
+        tokens: Listing[int],
+        logprobs: Listing[TokenLogprobs],
+    ) -> TokenDelta:
+        """Append a burst up to its end, and say what was appended."""
+        generated = sequence.generated
+        stop_ids, limit = sequence.stop_ids, sequence.limit
+        finish: FinishReason | None = None
+        stop_id: int | None = None
+        kept = 0
+        for token in tokens:
+            generated.append(token)
+            kept += 1
+            if token in stop_ids:
+                finish, stop_id = FinishReason.STOP, token
+                break
+            if len(generated) >= limit:
+                finish = FinishReason.LENGTH
+                break
+        if segment.phase is RowPhase.DECODE:
+            sequence.computed += kept
+            if sequence.drafts:
+                sequence.count_burst(len(sequence.drafts), kept - 1)
+                sequence.drafts = ()
+        self.generation_tokens += kept
+        sequence.finish_reason = finish
+        return TokenDelta(
+            sequence.request_id,
+            tuple(tokens[:kept]),
+            tuple(logprobs[:kept]),
+            finish,
+            stop_id,
+            stats=sequence.stats() if finish is not None else None,
+        )
+
+    # ---- retirement ----------------------------------------------------------------------
+
+    def _end_aborted(self) -> list[TokenDelta]:
+        aborted, self._aborted_in_flight = self._aborted_in_flight, []
+        return [self._end(sequence, FinishReason.ABORT) for sequence in aborted]
+
+    def _end_with_error(self, sequence: Sequence, error: str) -> TokenDelta:
+        return self._end(sequence, FinishReason.ERROR, error=error)
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        error: str | None = None,
+        error_status: int = 500,
+    ) -> TokenDelta:
+        """Release a sequence and make its last delta."""
+        sequence.finish_reason = reason
+        if sequence.phase is Phase.WAITING:
+            sequence.queue_seconds += self._clock() - sequence.queued_at
+            self.waiting.leave(sequence)
+        self._release(sequence)
+        return TokenDelta(
+            sequence.request_id,
+            finish_reason=reason,
+            error=error,
+            error_status=error_status,
+            stats=sequence.stats(),
+        )
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.slot is not None:
+            self.holdings.give_back(sequence)
+        sequence.phase = Phase.FINISHED
+        del self._sequences[sequence.request_id]
+
+    def _compact(self) -> None:
+        if self._config.slot_compaction:
+            self.holdings.compact()
+
+    def _output_limit(self, request: GenerationRequest) -> int:
+        """Tokens that the request may generate, by max_tokens and the context length."""
+        length, longest = len(request.prompt_ids), self._config.max_seq_len
+        if length == 0:
+            raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
+        if length >= longest:
+            raise RequestError(
+                f"the prompt has {length} tokens and the context length is {longest}; shorten the "
+                "prompt so that one token can be generated",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if request.sampling.max_tokens < 1:
+            raise RequestError(
+                f"max_tokens is {request.sampling.max_tokens} and must be at least 1",
+                param="max_tokens",
+            )
+        return min(request.sampling.max_tokens, longest - length)

@@ -1,0 +1,121 @@
+"""A model of plain arithmetic whose tokens depend on every token of the history, in order.
+
+One half of the history lives in the slot, the other in the KV blocks, so a wrong slot, a stale
+state, a lost move or a wrong block table changes the tokens. As in the real model, prompt rows
+(chunked form, exact only on the 64 grid) and generated rows (recurrent form) leave different
+traces, and a draft's row never touches the slot before the draft is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.config import GRID
+from engine.request import GenerationRequest, SamplingParams
+from engine.runner import ForwardResult, RowPhase, Segment
+
+_MASK = (1 << 61) - 1
+
+
+def _mix(state: int, value: int) -> int:
+    return (state * 6364136223846793005 + value * 1442695040888963407 + 12345) & _MASK
+
+
+class FakeModel:
+    """A ModelRunner with `slots` states and `blocks` KV blocks of GRID tokens."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, slots: int, blocks: int, vocab_size: int = 97) -> None:
+        self.vocab_size = vocab_size
+        self.states: list[tuple[int, int]] = [(-999, 7)] * slots  # (tokens consumed, digest)
+        self.pending: list[list[int]] = [[] for _ in range(slots)]
+        # Per position: (token, digest of the KV before and here), so a lookup of one entry covers
+        # all before it; every block's first position also checks the block before it.
+        self.kv = [[(-1, 13)] * GRID for _ in range(blocks)]
+        self.steps: list[list[Segment]] = []
+        self.fail_next: Exception | None = None
+
+    def claim_slot(self, slot: int) -> None:
+        self.states[slot] = (0, 1)
+        self.pending[slot] = []
+
+    def move_slot(self, src: int, dst: int) -> None:
+        self.states[dst] = self.states[src]
+        self.pending[dst] = self.pending[src]
+        self.states[src] = (-999, 31)  # poison
+
+    def forward(self, segments: Sequence[Segment]) -> ForwardResult:
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        assert len({s.slot for s in segments}) == len(segments), "a slot appears twice"
+        self.steps.append(list(segments))
+        rows = [row for segment in segments for row in self._run(segment)]
+        logits = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), self.vocab_size)
+        total = sum(len(s.token_ids) for s in segments)
+        return ForwardResult(logits, torch.zeros(total, 1))
+
+    def _run(self, segment: Segment) -> list[list[float]]:
+        slot, start = segment.slot, segment.start
+        end = start + len(segment.token_ids)
+        assert len(segment.block_table) * GRID >= end, "the block table is too short"
+        consumed, digest = self.states[slot]
+        # Drafts accepted by the step before are folded in now, as in the carry mode.
+        accepted = start - consumed
+        assert 0 <= accepted <= len(self.pending[slot]), (consumed, start, self.pending[slot])
+        for token in self.pending[slot][:accepted]:
+            digest = _mix(digest, token + 1)
+        logits = []
+        first_logit = len(segment.token_ids) - segment.logit_rows
+        if segment.phase is RowPhase.PREFILL:
+            assert segment.committed == len(segment.token_ids)
+            if start % GRID:
+                digest = _mix(digest, 10**6)  # off the grid: other last bits
+        for row, token in enumerate(segment.token_ids):
+            position = start + row
+            form = 5000 if segment.phase is RowPhase.PREFILL else 0
+            digest = _mix(digest, token + 1 + form)
+            kv = self._write_kv(segment.block_table, position, token)
+            if row < segment.committed:
+                self.states[slot] = (position + 1, digest)
+            if row >= first_logit:
+                logits.append(self._logits(digest, kv))
+        self.pending[slot] = list(segment.token_ids[segment.committed :])
+        return logits
+
+    def _write_kv(self, table: tuple[int, ...], position: int, token: int) -> int:
+        before = 1
+        if position:
+            before = self.kv[table[(position - 1) // GRID]][(position - 1) % GRID][1]
+        digest = _mix(before, token + 77)
+        self.kv[table[position // GRID]][position % GRID] = (token, digest)
+        # A reader sees all its blocks, not only the last: fold the first entry of each.
+        for block in range(position // GRID):
+            digest = _mix(digest, self.kv[table[block]][0][0] + 3)
+        return digest
+
+    def _logits(self, digest: int, kv: int) -> list[float]:
+        seed = _mix(digest, kv)
+        scores = []
+        for _ in range(self.vocab_size):
+            seed = _mix(seed, 1)
+            scores.append(((seed >> 20) % 4096) / 512.0)
+        return scores
+
+
+def request(
+    request_id: int,
+    prompt: Sequence[int],
+    max_tokens: int = 8,
+    *,
+    priority: int = 0,
+    deadline: float | None = None,
+    temperature: float = 0.0,
+    **sampling: object,
+) -> GenerationRequest:
+    """A request with short notation."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, **sampling)  # type: ignore[arg-type]
+    return GenerationRequest(request_id, tuple(prompt), params, priority, deadline)
