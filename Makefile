@@ -51,6 +51,7 @@ format: $(STAMP) ## let ruff mend what it can
 
 typecheck: $(STAMP) ## mypy --strict
 	$(BIN)/mypy
+	$(BIN)/mypy scripts/check_dashboard
 
 bench: $(STAMP) ## start a server, load it, report; ARGS="--url http://host:8000" measures another one
 	@exec $(BIN)/spark bench $(or $(ARGS),--spawn)

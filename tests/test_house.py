@@ -94,7 +94,7 @@ def test_make_offers_the_agreed_targets() -> None:
     assert set(phony.group(1).split()) == TARGETS
 
 
-@pytest.mark.parametrize("name", ["Makefile", "README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", ["Makefile", "README.md", "Dockerfile", "CONTRIBUTING.md"])
 def test_every_install_line_carries_the_constraints(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line for line in text.splitlines() if re.search(r"pip3? install", line)]
