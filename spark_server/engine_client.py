@@ -72,6 +72,10 @@ class ProcessEngineClient:
         metrics: where engine gauges, state and restarts are recorded.
         backoff: seconds to wait before the first, second, ... restart in a row.
         on_ready: called whenever an engine process has become ready.
+
+    Attributes:
+        starts: how many engine processes were started.
+        phases: name, seconds and detail of each phase of the last start, as far as it came.
     """
 
     def __init__(
@@ -98,6 +102,8 @@ class ProcessEngineClient:
         self._closing = False
         self._streams = Streams()
         self._failures = 0
+        self.starts = 0
+        self.phases: list[tuple[str, float, str]] = []
         self._ever_ready = False
         self._ready_at = 0.0
         self._failed: Failed | None = None
@@ -113,6 +119,8 @@ class ProcessEngineClient:
         """Start the engine process; may be called before the event loop runs, to save time."""
         self._failed = None
         self._beat = None
+        self.starts += 1
+        self.phases = []
         self._heard = self._progress = time.monotonic()
         self._link = EngineLink(self._launch, self._on_exit)
 
@@ -159,6 +167,18 @@ class ProcessEngineClient:
         """Process id of the engine that runs now."""
         return None if self._link is None else self._link.pid
 
+    def abandon(self) -> None:
+        """End an engine that was spawned before there was an event loop."""
+        self._closing = True
+        if self._link is not None:
+            self._link.kill()
+            self._link.wait(_STOP_SECONDS)
+            self._close_link()
+
+    async def idle(self) -> None:
+        """Wait until no consumer reads a stream."""
+        await self._streams.none_open()
+
     def drain(self) -> None:
         """Admit nothing from now on; what runs goes on."""
         if self._phase is not EngineState.DEAD:
@@ -173,7 +193,7 @@ class ProcessEngineClient:
         """
         self.drain()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._streams.none_open(), drain_timeout)
+            await asyncio.wait_for(self.idle(), drain_timeout)
         left = self._streams.fail_all("the server is shutting down; send the request again later")
         if self._watcher is not None:
             self._watcher.cancel()
@@ -226,7 +246,8 @@ class ProcessEngineClient:
                 logger.info("%s", text)
             case Phase(name, seconds, detail):
                 self.metrics.on_phase(name, seconds)
-                logger.info("Start: %s took %.2f s%s", name, seconds, detail and f", {detail}")
+                self.phases.append((name, seconds, detail))
+                logger.debug("Start: %s took %.2f s%s", name, seconds, detail and f", {detail}")
             case Failed():
                 self._failed = event
             case Ready():
@@ -420,4 +441,4 @@ def _terms(ledger: Mapping[str, object]) -> list[tuple[str, str, int]]:
     terms = ledger.get("terms")
     if not isinstance(terms, list):
         return []
-    return [(str(t["term"]), str(t["kind"]), int(t["bytes"])) for t in terms]
+    return [(str(t["name"]), str(t["kind"]), int(t["bytes"])) for t in terms]

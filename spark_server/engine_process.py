@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -83,11 +83,10 @@ class EngineInfo(Protocol):
     def eos_token_ids(self) -> Sequence[int]: ...
 
 
-class LedgerView(Protocol):
-    """The memory ledger: JSON values (with `terms`: term, bytes, kind, why) and a text table."""
+class Ledger(Protocol):
+    """The memory ledger as JSON values, with a list of `terms`: name, bytes, kind, why."""
 
-    def as_json(self) -> Mapping[str, Any]: ...
-    def as_table(self) -> str: ...
+    def as_dict(self) -> dict[str, Any]: ...
 
 
 class BuiltEngine(Protocol):
@@ -98,7 +97,7 @@ class BuiltEngine(Protocol):
     @property
     def info(self) -> EngineInfo: ...
     @property
-    def ledger(self) -> LedgerView: ...
+    def ledger(self) -> Ledger: ...
 
 
 class Progress(Protocol):
@@ -233,8 +232,7 @@ def _start(launch: Launch, send: Send) -> Core:
         grammar=bool(getattr(built.info, "grammar", False)),
         created=int(time.time()),
     )
-    ledger = built.ledger
-    send(Ready(info, dict(ledger.as_json()), ledger.as_table(), built.core.stats()))
+    send(Ready(info, built.ledger.as_dict(), built.core.stats()))
     return built.core
 
 

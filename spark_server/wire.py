@@ -66,11 +66,10 @@ class Phase(msgspec.Struct, frozen=True, tag="phase"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The engine takes work. `ledger` are JSON values, `table` is the ledger as people read it."""
+    """The engine takes work. `ledger` are JSON values with a list of `terms`."""
 
     info: ModelInfo
     ledger: dict[str, Any]
-    table: str
     stats: EngineStats
 
 

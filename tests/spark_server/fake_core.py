@@ -1,7 +1,7 @@
 """An engine core of a few lines, for tests of the processes around it.
 
 A sequence answers last id + 1, + 2, ...; the first id of a prompt may ask for trouble instead.
-`model_dir` of the configuration carries options: `fake?step_ms=5&start=config`.
+Options come from the query of `model_dir` or from FAKE_CORE: `step_ms=5&start=config`.
 """
 
 from __future__ import annotations
@@ -127,15 +127,12 @@ class FakeInfo:
 
 @dataclass(frozen=True)
 class FakeLedger:
-    def as_json(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         terms = [
-            {"term": "weights", "bytes": 1000, "kind": "exact", "why": "fake"},
-            {"term": "activations", "bytes": 24, "kind": "estimate", "why": "fake"},
+            {"name": "weights", "bytes": 1000, "kind": "exact", "why": "fake"},
+            {"name": "activations", "bytes": 24, "kind": "estimate", "why": "fake"},
         ]
-        return {"budget": 4096, "total": 1024, "terms": terms}
-
-    def as_table(self) -> str:
-        return "term         bytes\nweights       1000\nactivations     24"
+        return {"total_bytes": 1024, "terms": terms}
 
 
 @dataclass(frozen=True)
@@ -147,7 +144,8 @@ class FakeEngine:
 
 def build(config: EngineConfig, progress: Callable[..., None]) -> FakeEngine:
     """The factory, as `engine.build:build_engine` is."""
-    options = {k: v[0] for k, v in parse_qs(urlsplit(config.model_dir).query).items()}
+    query = urlsplit(config.model_dir).query or os.environ.get("FAKE_CORE", "")
+    options = {key: values[0] for key, values in parse_qs(query).items()}
     match options.get("start"):
         case "config":
             raise ConfigError("--max-batch-size 9 is too much; use 8")

@@ -123,7 +123,7 @@ def test_what_ready_says() -> None:
             assert (info.max_batch_size, info.max_waiting, info.max_seq_len) == (3, 5, 99)
             ledger = client.ledger()
             assert ledger is not None
-            assert ledger["total"] == 1024
+            assert ledger["total_bytes"] == 1024
             page = client.metrics.render()[0].decode()
             assert 'spark_ledger_bytes{kind="exact",term="weights"} 1000.0' in page
             assert 'spark_engine_start_seconds{phase="known answer"}' in page

@@ -1,0 +1,31 @@
+"""Settings of the server: one definition for flags, environment and TOML file.
+
+Reads the environment once and hands frozen values down; imports no torch.
+"""
+
+from spark_server.settings.fields import (
+    AuthSettings,
+    BatchingSettings,
+    LimitsSettings,
+    LoggingSettings,
+    MemorySettings,
+    ModelSettings,
+    ServerSettings,
+    SpeculationSettings,
+)
+from spark_server.settings.sources import LoadedSettings, Settings, load_settings, read_api_keys
+
+__all__ = [
+    "AuthSettings",
+    "BatchingSettings",
+    "LimitsSettings",
+    "LoadedSettings",
+    "LoggingSettings",
+    "MemorySettings",
+    "ModelSettings",
+    "ServerSettings",
+    "Settings",
+    "SpeculationSettings",
+    "load_settings",
+    "read_api_keys",
+]
