@@ -26,17 +26,17 @@ RUN apt-get update \
     && if [ "${DEVICE}" = cuda ]; then set -- "$@" gcc libc6-dev; fi \
     && apt-get install -y --no-install-recommends "$@" \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 1000 spark
+    && useradd --create-home --home-dir /var/lib/spark --uid 1000 spark
 COPY --from=build /opt/venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
-    NUMBA_CACHE_DIR=/home/spark/.cache/numba \
-    HF_HOME=/home/spark/.cache/huggingface \
+    NUMBA_CACHE_DIR=/var/lib/spark/.cache/numba \
+    HF_HOME=/var/lib/spark/.cache/huggingface \
     SPARK_HOST=0.0.0.0 \
     SPARK_PORT=8000
 USER 1000
-WORKDIR /home/spark
+WORKDIR /var/lib/spark
 RUN mkdir -p .cache/numba .cache/huggingface
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \

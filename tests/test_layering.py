@@ -16,7 +16,14 @@ FORBIDDEN = {"engine": {"spark_server"}, "kernels": {"spark_server", "engine"}}
 # What `engine` imports when it is loaded; anything else (transformers ...) only inside functions.
 ENGINE_CORE = {"torch", "numpy", "safetensors", "psutil", "engine", "kernels"}
 # Modules of the API process; they must start fast and never hold tensors.
-API_MODULES = ["spark_server.engine_api"]
+API_MODULES = [
+    "spark_server.api.app",
+    "spark_server.cli",
+    "spark_server.engine_client",
+    "spark_server.server",
+    "spark_server.settings",
+    "spark_server.text.model",
+]
 HEAVY = ["torch", "xgrammar", "numba", "triton"]
 # Packages that a machine with a card may lack: the engine's core must do without them.
 BLOCKED = [

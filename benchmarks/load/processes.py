@@ -24,7 +24,6 @@ from benchmarks.load.wire import Target, WireError
 
 START_TIMEOUT = 300.0
 STOP_TIMEOUT = 20.0
-START_CODE = "from spark_server.cli import serve_main; serve_main()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,15 @@ async def spawned_server(
         ServerStartError: it ended before it was ready, or took longer than START_TIMEOUT.
     """
     target = Target("127.0.0.1", free_port(), api_key=api_key)
-    command = [sys.executable, "-c", START_CODE, *flags, "--port", str(target.port)]
+    command = [
+        sys.executable,
+        "-m",
+        "spark_server.cli",
+        "serve",
+        *flags,
+        "--port",
+        str(target.port),
+    ]
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
