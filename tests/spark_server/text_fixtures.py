@@ -1,4 +1,4 @@
-"""A small byte-level tokenizer and two chat templates, built here so that no checkpoint is needed."""
+"""A small byte-level tokenizer and chat templates, built here so that no checkpoint is needed."""
 
 from __future__ import annotations
 
