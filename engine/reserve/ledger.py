@@ -86,7 +86,7 @@ class MemoryLedger:
         return {
             "total_bytes": self.total,
             "terms": [
-                {"term": t.name, "bytes": t.bytes, "kind": t.kind.value, "why": t.why}
+                {"name": t.name, "bytes": t.bytes, "kind": t.kind.value, "why": t.why}
                 for t in self.terms
             ],
         }

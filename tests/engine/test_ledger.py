@@ -24,11 +24,11 @@ def test_totals_and_the_largest_term() -> None:
     assert LEDGER.bytes_of("scratch") == 250
 
 
-def test_as_dict_is_json_with_term_bytes_kind_why() -> None:
+def test_as_dict_is_json_with_name_bytes_kind_why() -> None:
     parsed = json.loads(json.dumps(LEDGER.as_dict()))
     assert parsed["total_bytes"] == 650
     assert parsed["terms"][3] == {
-        "term": "scratch",
+        "name": "scratch",
         "bytes": 250,
         "kind": "estimate",
         "why": "5 rows of 50",
