@@ -1,0 +1,220 @@
+"""Every tensor that a checkpoint of a ModelConfig holds, and what they take. Reads no file.
+
+Names and shapes as the published checkpoints have them; the vision tower is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from engine.errors import ModelFormatError
+from engine.weights.headers import TensorHeader
+from engine.weights.model_config import Family, LayerKind, ModelConfig
+
+_ELEMENT_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "F64": 8,
+    "F32": 4,
+    "BF16": 2,
+    "F16": 2,
+}
+_HALF = ("float16", "F16")
+_IGNORED = ("model.visual.", "visual.")
+# Qwen3.5 checkpoints are bfloat16 with these two kept in float32.
+_FLOAT32_NAMES = (".A_log", ".linear_attn.norm.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a checkpoint; `dtype` as config.json or as safetensors spells it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.elements * element_bytes(self.dtype)
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one number.
+
+    Raises:
+        ModelFormatError: a dtype that is not served.
+    """
+    try:
+        return _ELEMENT_BYTES[dtype]
+    except KeyError:
+        raise ModelFormatError(
+            f"dtype {dtype} is not served; served are {', '.join(_ELEMENT_BYTES)}"
+        ) from None
+
+
+def tensors_of_config(model: ModelConfig) -> tuple[StoredTensor, ...]:
+    """The checkpoint that a config stands for, drafter included when it has one."""
+    shapes = dict(_trunk(model))
+    if model.mtp_layers:
+        shapes.update(_drafter(model))
+    split = model.family is not Family.QWEN3_NEXT
+    return tuple(
+        StoredTensor(
+            name, shape, "float32" if split and name.endswith(_FLOAT32_NAMES) else model.dtype
+        )
+        for name, shape in shapes.items()
+    )
+
+
+def tensors_of_headers(headers: Mapping[str, TensorHeader]) -> tuple[StoredTensor, ...]:
+    """The checkpoint that lies on disk, without a vision tower."""
+    return tuple(
+        StoredTensor(name, header.shape, header.dtype)
+        for name, header in headers.items()
+        if not name.startswith(_IGNORED)
+    )
+
+
+def stored_bytes(tensors: Iterable[StoredTensor]) -> int:
+    """Bytes of all of them in the files."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def resident_bytes(
+    tensors: Iterable[StoredTensor],
+    model: ModelConfig,
+    config: EngineConfig,
+    *,
+    with_mtp: bool,
+) -> int:
+    """Bytes of the loaded network: an upper bound for bfloat16 checkpoints on a CPU, else exact.
+
+    Embeddings keep their dtype and a tied lm_head is packed beside them; norms, gates and
+    convolutions are float32; matrices take what `packed_element_bytes` says.
+    """
+    total = 0
+    for tensor in tensors:
+        if tensor.name.startswith("mtp.") and not with_mtp:
+            continue
+        if tensor.name.endswith("embed_tokens.weight"):
+            total += tensor.nbytes
+            if model.tie_word_embeddings:
+                total += tensor.elements * packed_element_bytes(tensor.dtype, config)
+        elif tensor.name == "lm_head.weight" and model.tie_word_embeddings:
+            continue
+        elif len(tensor.shape) < 2 or tensor.name.endswith("conv1d.weight"):
+            total += tensor.elements * 4
+        else:
+            total += tensor.elements * packed_element_bytes(tensor.dtype, config)
+    return total
+
+
+def packed_element_bytes(dtype: str, config: EngineConfig) -> int:
+    """Bytes per number of a packed matrix that is stored as `dtype`.
+
+    The CPU kernels pack in fp16 only what fp16 holds exactly. That is all of a float16 checkpoint;
+    a bfloat16 matrix with one weight below 2^-17 (nearly every one) stays float32.
+    """
+    if not uses_cpu_kernels(config):
+        return element_bytes(config.dtype)
+    return 2 if dtype in _HALF else 4
+
+
+def largest_matrix(tensors: Iterable[StoredTensor]) -> int:
+    """Numbers of the largest tensor."""
+    return max((tensor.elements for tensor in tensors), default=0)
+
+
+def uses_cpu_kernels(config: EngineConfig) -> bool:
+    """Whether the packed linears and the numba kernels run, and not the plain torch forms."""
+    return config.device == "cpu" and config.kernels != "naive"
+
+
+def _trunk(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    base = "model." if model.family is Family.QWEN3_NEXT else "model.language_model."
+    vocabulary = (model.vocab_size, model.hidden_size)
+    yield base + "embed_tokens.weight", vocabulary
+    yield base + "norm.weight", (model.hidden_size,)
+    if not model.tie_word_embeddings:
+        yield "lm_head.weight", vocabulary
+    for index, kind in enumerate(model.layer_kinds):
+        yield from _layer(f"{base}layers.{index}.", kind, model)
+
+
+def _drafter(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width = model.hidden_size
+    yield "mtp.fc.weight", (width, 2 * width)
+    yield "mtp.pre_fc_norm_embedding.weight", (width,)
+    yield "mtp.pre_fc_norm_hidden.weight", (width,)
+    yield "mtp.norm.weight", (width,)
+    yield from _layer("mtp.layers.0.", LayerKind.FULL, model)
+
+
+def _layer(base: str, kind: LayerKind, model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width = model.hidden_size
+    yield base + "input_layernorm.weight", (width,)
+    yield base + "post_attention_layernorm.weight", (width,)
+    if kind is LayerKind.LINEAR:
+        yield from _gdn(base + "linear_attn.", model)
+    else:
+        yield from _attention(base + "self_attn.", model)
+    yield from (
+        _moe(base + "mlp.", model)
+        if model.num_experts
+        else _gated_mlp(base + "mlp.", model.intermediate_size, width)
+    )
+
+
+def _gdn(base: str, model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width, heads = model.hidden_size, model.linear_num_value_heads
+    if model.family is Family.QWEN3_NEXT:
+        yield base + "in_proj_qkvz.weight", (model.conv_dim + model.value_dim, width)
+        yield base + "in_proj_ba.weight", (2 * heads, width)
+    else:
+        yield base + "in_proj_qkv.weight", (model.conv_dim, width)
+        yield base + "in_proj_z.weight", (model.value_dim, width)
+        yield base + "in_proj_b.weight", (heads, width)
+        yield base + "in_proj_a.weight", (heads, width)
+    yield base + "conv1d.weight", (model.conv_dim, 1, model.linear_conv_kernel_dim)
+    yield base + "A_log", (heads,)
+    yield base + "dt_bias", (heads,)
+    yield base + "norm.weight", (model.linear_value_head_dim,)
+    yield base + "out_proj.weight", (width, model.value_dim)
+
+
+def _attention(base: str, model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width, dim = model.hidden_size, model.head_dim
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    yield base + "q_proj.weight", (2 * heads * dim, width)
+    yield base + "k_proj.weight", (kv_heads * dim, width)
+    yield base + "v_proj.weight", (kv_heads * dim, width)
+    yield base + "o_proj.weight", (width, heads * dim)
+    yield base + "q_norm.weight", (dim,)
+    yield base + "k_norm.weight", (dim,)
+
+
+def _gated_mlp(base: str, inner: int, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield base + "gate_proj.weight", (inner, width)
+    yield base + "up_proj.weight", (inner, width)
+    yield base + "down_proj.weight", (width, inner)
+
+
+def _moe(base: str, model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Experts in the fused form of published Qwen3.5; one by one they hold the same numbers."""
+    width, experts, inner = model.hidden_size, model.num_experts, model.moe_intermediate_size
+    yield base + "gate.weight", (experts, width)
+    yield base + "experts.gate_up_proj", (experts, 2 * inner, width)
+    yield base + "experts.down_proj", (experts, width, inner)
+    yield from _gated_mlp(base + "shared_expert.", model.shared_expert_intermediate_size, width)
+    yield base + "shared_expert_gate.weight", (1, width)
