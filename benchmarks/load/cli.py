@@ -15,7 +15,7 @@ from rich.console import Console
 from benchmarks.load.loop import Run, median_of, run_loop
 from benchmarks.load.processes import ServerStartError, spawned_server
 from benchmarks.load.prompts import PromptKind, PromptSource, Shape, first_model, token_pool
-from benchmarks.load.report import json_line, print_table
+from benchmarks.load.report import json_line, table
 from benchmarks.load.wire import Target, WireError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind = args.prompts.value
     lengths = f"{args.output_tokens} new tokens" + (", ignore_eos" if args.ignore_eos else "")
     prompt = f"{args.prompt_tokens}-token prompts" if kind == "random" else f"{kind} prompts"
-    print_table(Console(), rows, f"{args.model}: {prompt}, {lengths}, median of {args.runs}")
+    print(table(rows, f"{args.model}: {prompt}, {lengths}, median of {args.runs}"))
     summary = {
         "bench": "load",
         "model": args.model,

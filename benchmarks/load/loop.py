@@ -17,6 +17,8 @@ from benchmarks.load.processes import read_cpu
 from benchmarks.load.wire import Connection, Target, WireError
 
 Percentiles = dict[str, float | None]
+# Different sentences in a report; `failed` counts all.
+SHOWN_ERRORS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ def median_of(runs: Sequence[Run], concurrency: int) -> dict[str, object]:
         "cpu_cores": middle(lambda run: run.cpu),
         "requests": requests,
         "failed": sum(errors.values()),
-        "errors": dict(errors),
+        "errors": dict(errors.most_common(SHOWN_ERRORS)),
         "prompt_tokens_mean": round(sum(run.prompt_tokens for run in runs) / requests, 1),
         "completion_tokens_mean": round(sum(run.completion_tokens for run in runs) / requests, 1),
     }

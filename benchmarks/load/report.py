@@ -5,54 +5,51 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console
-from rich.table import Table
-
-COLUMNS = (
-    "clients", "tok/s", "TTFT p50", "p99", "gap p50", "p99", "ms/token", "failed",
-    "client cores", "api", "engine",
+HEAD = (
+    "clients", "tok/s", "ttft50", "ttft99", "gap50", "gap99", "token", "fail",
+    "client", "api", "engine",
 )  # fmt: skip
+LEGEND = (
+    "ttft: to the first token, gap: between pieces of text, token: median per token, in ms; "
+    "client, api, engine: cores in use"
+)
 
 
-def print_table(console: Console, rows: Sequence[Mapping[str, object]], title: str) -> None:
-    """One row per concurrency; latencies in milliseconds."""
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    table.caption = (
-        "TTFT and gaps between pieces of text in ms; cores are the processor time per second "
-        "of the client and of the server's API and engine processes"
-    )
-    for name in COLUMNS:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*_cells(row))
-    console.print(table)
-    for row in rows:
-        errors = row["errors"]
-        if isinstance(errors, dict):
-            for text, count in errors.items():
-                console.print(
-                    f"{row['concurrency']} clients: {count} x {text}", style="red", markup=False
-                )
+def table(rows: Sequence[Mapping[str, object]], title: str) -> str:
+    """One line per concurrency, at most 80 columns wide, then what went wrong."""
+    cells = [HEAD, *(_cells(row) for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(HEAD))]
+    lines = ["  ".join(f"{c:>{w}}" for c, w in zip(line, widths, strict=True)) for line in cells]
+    return "\n".join([title, "", *lines, "", LEGEND, *_errors(rows)])
 
 
-def _cells(row: Mapping[str, object]) -> list[str]:
+def _cells(row: Mapping[str, object]) -> tuple[str, ...]:
     def part(key: str, name: str, digits: int) -> str:
         values = row[key]
         value = values.get(name) if isinstance(values, dict) else None
         return "-" if value is None else f"{value:.{digits}f}"
 
-    return [
+    return (
         f"{row['concurrency']}",
-        f"{row['tok_s']}",
+        f"{row['tok_s']:.0f}",
         part("ttft_ms", "p50", 1),
         part("ttft_ms", "p99", 1),
-        part("gap_ms", "p50", 2),
-        part("gap_ms", "p99", 2),
+        part("gap_ms", "p50", 1),
+        part("gap_ms", "p99", 1),
         part("token_ms", "p50", 2),
         f"{row['failed']}",
         part("cpu_cores", "client", 2),
         part("cpu_cores", "api", 2),
         part("cpu_cores", "engine", 2),
+    )
+
+
+def _errors(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    return [
+        f"{row['concurrency']} clients: {count} x {text}"
+        for row in rows
+        if isinstance(errors := row["errors"], dict)
+        for text, count in errors.items()
     ]
 
 

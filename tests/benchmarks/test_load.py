@@ -13,6 +13,7 @@ from benchmarks.load.cli import main, parse_args
 from benchmarks.load.loop import median_of, summarise
 from benchmarks.load.measure import Sample, percentile
 from benchmarks.load.processes import CpuTimes, read_cpu
+from benchmarks.load.report import table
 from benchmarks.load.wire import Target
 from tests.benchmarks.fake_server import FakeServer, fake_server
 
@@ -135,6 +136,17 @@ def test_contradictory_flags_are_refused(
 def test_flags_after_two_dashes_go_to_the_server() -> None:
     args = parse_args(["--spawn", "--runs", "1", "--", "--max-batch-size", "2"])
     assert args.serve_flags == ["--max-batch-size", "2"]
+
+
+def test_the_table_fits_a_terminal_and_names_the_errors() -> None:
+    sample = Sample(1.0, ttft=1.2345, gaps=(0.1234,), completion_tokens=1000, error=None)
+    run = summarise([sample], 0.04, {"client": 0.25, "api": 0.5, "engine": None})
+    broken = summarise([Sample(1.0, error="broke")], 1.0, {"client": 0.0})
+    lines = table([median_of([run], 128), median_of([broken], 1)], "title").splitlines()
+    assert max(map(len, lines[:5])) <= 80
+    assert lines[3].split()[:4] == ["128", "25000", "1234.5", "1234.5"]
+    assert lines[3].split()[-3:] == ["0.25", "0.50", "-"]
+    assert lines[-1] == "1 clients: 1 x broke"
 
 
 def test_percentiles_are_values_that_occurred() -> None:
