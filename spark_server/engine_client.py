@@ -17,7 +17,8 @@ from engine.errors import EngineUnavailableError, QueueFullError, RequestError, 
 from engine.request import EngineStats, GenerationRequest, TokenDelta
 from spark_server.engine_api import EngineState, ModelInfo
 from spark_server.engine_link import EngineLink
-from spark_server.engine_streams import Streams
+from spark_server.engine_progress import ProgressClock
+from spark_server.engine_streams import Stream, Streams
 from spark_server.metrics import Metrics
 from spark_server.wire import (
     Abort,
@@ -36,10 +37,6 @@ from spark_server.wire import (
 
 BACKOFF_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 WATCH_SECONDS = 0.5
-# A step that computes is given this many stuck-timeouts (a first compile, a very long prefill).
-COMPUTING_TIMEOUTS = 15
-# Share of one CPU that tells a step that computes from one that hangs.
-COMPUTING_SHARE = 0.1
 # An engine that served this long was healthy: its end starts the back-off from the beginning.
 HEALTHY_SECONDS = 60.0
 _STOP_SECONDS = 3.0
@@ -110,18 +107,16 @@ class ProcessEngineClient:
         self._info: ModelInfo | None = None
         self._ledger: Mapping[str, object] | None = None
         self._stats: EngineStats | None = None
-        self._beat: tuple[float, float] | None = None
-        self._heard = self._progress = time.monotonic()
+        self._clock = ProgressClock(stuck_timeout, time.monotonic())
 
     # -- life -----------------------------------------------------------------------------------
 
     def spawn(self) -> None:
         """Start the engine process; may be called before the event loop runs, to save time."""
         self._failed = None
-        self._beat = None
         self.starts += 1
         self.phases = []
-        self._heard = self._progress = time.monotonic()
+        self._clock = ProgressClock(self._stuck_timeout, time.monotonic())
         self._link = EngineLink(self._launch, self._on_exit)
 
     async def start(self) -> None:
@@ -228,18 +223,18 @@ class ProcessEngineClient:
                 self._take(event)
 
     def _take(self, event: Event) -> None:
-        now = self._heard = time.monotonic()
+        now = time.monotonic()
+        self._clock.heard(now)
         match event:
             case StepReport(deltas, stats, stepped):
                 self._stats = stats
                 self.metrics.on_step(stats, stepped)
-                if deltas or (stepped and stats.last_step_rows):
-                    self._progress = now
+                self._clock.report(event, now)
                 for delta in deltas:
                     self._streams.deliver(delta)
             case Heartbeat():
                 self.metrics.on_heartbeat(event.cpu_seconds, event.resident)
-                self._note_computing(event, now)
+                self._clock.beat(event, now)
             case Rejected():
                 self._streams.reject(event.request_id, _rejection(event))
             case Note(text):
@@ -264,16 +259,6 @@ class ProcessEngineClient:
             self._ready_event.set()
             if self._on_ready is not None:
                 self._on_ready(ready)
-
-    def _note_computing(self, beat: Heartbeat, now: float) -> None:
-        """A long step that burns CPU is a long step; one that does not is a hang."""
-        previous, self._beat = self._beat, (now, beat.cpu_seconds)
-        if previous is None or beat.step_age is None:
-            return
-        wall, cpu = now - previous[0], beat.cpu_seconds - previous[1]
-        within = beat.step_age < self._stuck_timeout * COMPUTING_TIMEOUTS
-        if within and cpu >= COMPUTING_SHARE * wall:
-            self._progress = now
 
     # -- death and restart ----------------------------------------------------------------------
 
@@ -338,8 +323,7 @@ class ProcessEngineClient:
             late = now - last - WATCH_SECONDS
             if late > WATCH_SECONDS:
                 # This process itself stood still (stopped, or a busy loop): not the engine's fault.
-                self._heard += late
-                self._progress += late
+                self._clock.own_pause(late)
             last = now
             if self._link is not None:
                 self._read(self._link)
@@ -347,23 +331,19 @@ class ProcessEngineClient:
             self._kill_when_stuck()
 
     def _kill_when_stuck(self) -> None:
-        silent = time.monotonic() - self._heard
-        if self._link is None:
+        now = time.monotonic()
+        loading = self._phase is EngineState.LOADING
+        working = self._streams.owed > 0
+        if self._link is None or not self._clock.stuck(now, loading=loading, working=working):
             return
-        if self._phase is EngineState.LOADING:
-            # Loading may hold the interpreter for long; only a stopped process is silent so long.
-            stuck = self._beat is not None and silent >= 3 * self._stuck_timeout
-        else:
-            stuck = max(silent, self.age()) >= self._stuck_timeout
-        if stuck:
-            logger.error(
-                "The engine made no progress for %.1f s with %d requests; it is ended",
-                max(silent, self.age()),
-                self._streams.owed,
-            )
-            # Otherwise it would be found again before its exit is seen.
-            self._heard = self._progress = time.monotonic()
-            self._link.kill()
+        logger.error(
+            "The engine made no progress for %.1f s with %d requests; it is ended",
+            max(self._clock.silence(now), self.age()),
+            self._streams.owed,
+        )
+        self._link.kill()
+        # Otherwise it would be found again before its exit is seen.
+        self._clock = ProgressClock(self._stuck_timeout, now)
 
     def _publish_state(self) -> None:
         self.metrics.on_state(self.state(), self.age())
@@ -378,7 +358,7 @@ class ProcessEngineClient:
 
     def age(self) -> float:
         """Seconds without progress while work is running; 0 when idle."""
-        return time.monotonic() - self._progress if self._streams.owed else 0.0
+        return self._clock.age(time.monotonic()) if self._streams.owed else 0.0
 
     def stats(self) -> EngineStats | None:
         """Gauges of the last step, or None while no engine runs."""
@@ -407,7 +387,7 @@ class ProcessEngineClient:
             if self._streams.close(request.request_id) and self._link is not None:
                 self._link.send(Abort(request.request_id))
 
-    def _open(self, request: GenerationRequest) -> asyncio.Queue[TokenDelta | SparkError]:
+    def _open(self, request: GenerationRequest) -> Stream:
         state = self.state()
         if state is not EngineState.READY or self._link is None or self._info is None:
             raise EngineUnavailableError(_UNAVAILABLE[state])
@@ -418,7 +398,7 @@ class ProcessEngineClient:
                 f"the server takes {capacity}; try again in a second"
             )
         if not self._streams.owed:
-            self._progress = time.monotonic()
+            self._clock.work_begins(time.monotonic())
         queue = self._streams.open(request.request_id)
         if not self._link.send(Submit(request)):
             self._streams.close(request.request_id)

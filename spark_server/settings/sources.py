@@ -33,8 +33,8 @@ from spark_server.settings.fields import (
 from spark_server.settings.parser import parse_flags
 
 _PREFIXES = ("ATLAS_", "METRALE_", "SPARK_")
-# Read elsewhere: the settings file itself, and a switch of the terminal output.
-_OTHER_ENV = frozenset({"SPARK_CONFIG", "SPARK_NO_PROGRESS"})
+# Read beside the fields: the settings file itself.
+_OTHER_ENV = frozenset({"SPARK_CONFIG"})
 
 
 class Settings(BaseSettings):
