@@ -131,11 +131,6 @@ def packed_element_bytes(dtype: str, config: EngineConfig) -> int:
     return 2 if dtype in _HALF else 4
 
 
-def largest_matrix(tensors: Iterable[StoredTensor]) -> int:
-    """Numbers of the largest tensor."""
-    return max((tensor.elements for tensor in tensors), default=0)
-
-
 def uses_cpu_kernels(config: EngineConfig) -> bool:
     """Whether the packed linears and the numba kernels run, and not the plain torch forms."""
     return config.device == "cpu" and config.kernels != "naive"

@@ -1,0 +1,237 @@
+"""Whether a model fits a memory budget, and how many KV blocks that leaves, before the weights.
+
+Reads no file and no machine: all numbers come in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.config import GRID, EngineConfig
+from engine.errors import ConfigError, DoesNotFitError
+from engine.reserve.ledger import LedgerTerm, MemoryLedger
+from engine.reserve.sizes import format_bytes
+from engine.reserve.terms import (
+    Speculation,
+    blocks_per_sequence,
+    fixed_terms,
+    kv_block_bytes,
+    kv_terms,
+)
+from engine.weights.model_config import ModelConfig
+
+CPU_UTILISATION = 0.5
+GPU_UTILISATION = 0.9
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """A plan that fits.
+
+    Attributes:
+        ledger: every term; its total is at most `budget`.
+        kv_blocks: blocks of GRID tokens that sequences may own.
+        budget: bytes that the engine may take.
+        free: bytes of the budget that no term takes.
+    """
+
+    ledger: MemoryLedger
+    kv_blocks: int
+    budget: int
+    free: int
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV pool holds."""
+        return self.kv_blocks * GRID
+
+    def as_dict(self) -> dict[str, Any]:
+        """The ledger's JSON values with the budget, what is free of it, and the KV pool's size."""
+        return {
+            **self.ledger.as_dict(),
+            "budget_bytes": self.budget,
+            "free_bytes": self.free,
+            "kv_blocks": self.kv_blocks,
+            "kv_tokens": self.kv_tokens,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """All inputs of one preflight but the settings that the search varies."""
+
+    model: ModelConfig
+    weights_bytes: int
+    speculation: Speculation
+    extra: tuple[LedgerTerm, ...]
+
+    def ledger(self, config: EngineConfig, blocks: int) -> MemoryLedger:
+        fixed = fixed_terms(self.model, config, self.weights_bytes, self.speculation)
+        pages = kv_terms(self.model, config, blocks, with_mtp=self.speculation.with_mtp)
+        return MemoryLedger((*fixed, *self.extra, *pages))
+
+    def needed(self, config: EngineConfig) -> int:
+        """Bytes with the smallest KV pool that is allowed; rises with batch and length."""
+        return self.ledger(config, _fewest_blocks(config)).total
+
+
+def device_budget(
+    total_bytes: int,
+    utilisation: float | None = None,
+    *,
+    device: str,
+    memory_budget: int | None = None,
+) -> int:
+    """Bytes that the engine may take of a device that has `total_bytes`.
+
+    An explicit `memory_budget` wins; else the share `utilisation`, by default 0.5 of a CPU's
+    memory, which others use too, and 0.9 of a GPU's.
+
+    Raises:
+        ConfigError: a share that is not above 0 and at most 1.
+    """
+    if memory_budget is not None:
+        return memory_budget
+    share = utilisation
+    if share is None:
+        share = GPU_UTILISATION if device == "cuda" else CPU_UTILISATION
+    if not 0 < share <= 1:
+        raise ConfigError(
+            f"--gpu-memory-utilization {share:g} is not a share; use more than 0 and at most 1"
+        )
+    return int(total_bytes * share)
+
+
+def preflight_reserve(
+    model: ModelConfig,
+    config: EngineConfig,
+    *,
+    budget: int,
+    weights_bytes: int,
+    with_mtp: bool = False,
+    drafts: int = 0,
+    ring_slots: int = 0,
+    device_memory: int | None = None,
+    extra: tuple[LedgerTerm, ...] = (),
+) -> Preflight:
+    """Every byte that the engine will take, and the KV pool that the rest of the budget pays for.
+
+    The KV pool takes `config.kv_tokens`, or what is left: all of it on a GPU, on a CPU at most
+    max_batch_size sequences of max_seq_len.
+
+    Args:
+        model: shapes.
+        config: device and dtype resolved.
+        budget: bytes in all.
+        weights_bytes: of the network in memory, see `parameters.resident_bytes`.
+        with_mtp: the drafter runs and has a KV layer.
+        drafts: unverified rows of a step and sequence at most.
+        ring_slots: slots of the carry ring, its dummy included; 0 for none.
+        device_memory: bytes of the device, to name a utilisation that would fit.
+        extra: further terms, such as snapshots.
+
+    Raises:
+        DoesNotFitError: not even one sequence of full length fits, or the asked KV pool does not;
+            names the largest term, both numbers, and the nearest settings that fit.
+        ConfigError: `kv_tokens` holds less than one sequence.
+    """
+    case = _Case(model, weights_bytes, Speculation(with_mtp, drafts, ring_slots), extra)
+    _check_kv_tokens(config)
+    if case.needed(config) > budget:
+        raise DoesNotFitError(_refusal(case, config, budget, device_memory))
+    blocks = _fewest_blocks(config)
+    if config.kv_tokens is None:
+        block = kv_block_bytes(model, config, with_mtp=with_mtp)
+        blocks = _most_blocks(config, budget - case.ledger(config, 0).total, block)
+    ledger = case.ledger(config, blocks)
+    return Preflight(ledger, blocks, budget, budget - ledger.total)
+
+
+def _fewest_blocks(config: EngineConfig) -> int:
+    if config.kv_tokens is not None:
+        return -(-config.kv_tokens // GRID)
+    return blocks_per_sequence(config)
+
+
+def _most_blocks(config: EngineConfig, left: int, block: int) -> int:
+    useful = config.max_batch_size * blocks_per_sequence(config)
+    if block == 0:
+        return useful
+    affordable = left // block
+    # A GPU has nothing else to do with its memory; a CPU has other tenants.
+    return affordable if config.device == "cuda" else min(affordable, useful)
+
+
+def _check_kv_tokens(config: EngineConfig) -> None:
+    if config.kv_tokens is not None and _fewest_blocks(config) < blocks_per_sequence(config):
+        raise ConfigError(
+            f"--kv-tokens {config.kv_tokens} is less than one sequence of --max-seq-len "
+            f"{config.max_seq_len}; raise the first or lower the second"
+        )
+
+
+def _refusal(case: _Case, config: EngineConfig, budget: int, device_memory: int | None) -> str:
+    ledger = case.ledger(config, _fewest_blocks(config))
+    largest = ledger.largest()
+    text = (
+        f"the model needs {ledger.total} bytes ({format_bytes(ledger.total)}) and the budget is "
+        f"{budget} bytes ({format_bytes(budget)}); the largest term is {largest.name} with "
+        f"{format_bytes(largest.bytes)} ({largest.why}); what would fit: "
+    )
+    return text + "; ".join(_ways_out(case, config, budget, device_memory))
+
+
+def _ways_out(
+    case: _Case, config: EngineConfig, budget: int, device_memory: int | None
+) -> list[str]:
+    """The nearest settings that fit, one at a time, found through the same ledger."""
+    ways = []
+
+    def fits(trial: EngineConfig) -> bool:
+        return case.needed(trial) <= budget
+
+    batch = _largest(config.max_batch_size, 1, lambda n: fits(replace(config, max_batch_size=n)))
+    if batch is not None:
+        ways.append(f"--max-batch-size {batch} at this length")
+    blocks = blocks_per_sequence(config) - 1
+    length = _largest(blocks, 1, lambda n: fits(replace(config, max_seq_len=n * GRID)))
+    if length is not None and config.kv_tokens is None:
+        ways.append(f"--max-seq-len {length * GRID} at this batch size")
+    least = replace(config, kv_tokens=None)
+    if config.kv_tokens is not None and fits(least):
+        left = budget - case.ledger(least, 0).total
+        tokens = (
+            left // kv_block_bytes(case.model, config, with_mtp=case.speculation.with_mtp) * GRID
+        )
+        ways.append(f"--kv-tokens {tokens}")
+    needed = case.needed(config)
+    if device_memory is None:
+        ways.append(f"--memory-budget {-(-needed // _MIB)}MiB")
+    elif needed > device_memory:
+        ways.append(f"a device with more memory than {format_bytes(device_memory)}")
+    else:
+        ways.append(f"--memory-budget {-(-needed // _MIB)}MiB")
+        ways.append(f"--gpu-memory-utilization {_share(needed, device_memory):.2f}")
+    return ways
+
+
+def _share(needed: int, total: int) -> float:
+    """The smallest share in steps of 0.01 whose budget holds `needed`."""
+    percent = -(-needed * 100 // total)
+    return (percent if int(total * (percent / 100)) >= needed else percent + 1) / 100
+
+
+def _largest(high: int, low: int, fits: Callable[[int], bool]) -> int | None:
+    """The largest n in [low, high] that fits, by bisection; None when not even `low` does."""
+    if high < low or not fits(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
