@@ -1,8 +1,12 @@
-"""`serve` with the fake core and a page of routes, run as a program by the tests of the server."""
+"""`serve` with the fake core, run as a program by the tests of the server.
+
+The app is a page of routes of its own, or with FAKE_APP=openai the real one.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import AsyncIterator
 
@@ -14,7 +18,7 @@ from starlette.routing import Route
 from engine.errors import ConfigError, EngineUnavailableError, ModelFormatError
 from engine.request import GenerationRequest, SamplingParams
 from spark_server.engine_api import Endpoint, EngineState, Outcome
-from spark_server.server import AppParts, serve
+from spark_server.server import AppParts, openai_app, serve
 
 
 def make_app(parts: AppParts) -> Starlette:
@@ -72,9 +76,8 @@ def make_app(parts: AppParts) -> Starlette:
 
 
 if __name__ == "__main__":
+    app = openai_app if os.environ.get("FAKE_APP") == "openai" else make_app
     try:
-        sys.exit(
-            serve(sys.argv[1:], factory="tests.spark_server.fake_core:build", make_app=make_app)
-        )
+        sys.exit(serve(sys.argv[1:], factory="tests.spark_server.fake_core:build", make_app=app))
     except (ConfigError, ModelFormatError) as error:
         sys.exit(f"error: {error}")

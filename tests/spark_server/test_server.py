@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import spark_server
 from engine.errors import ConfigError
 from spark_server.server import bind, ledger_table, phase_table, url_of
 
+pytestmark = pytest.mark.server
 REPO = Path(spark_server.__file__).parent.parent
 CONFIG = {"max_position_embeddings": 8192}
 
@@ -69,9 +71,10 @@ def model(tmp_path: Path) -> str:
     return str(folder)
 
 
-def popen(*argv: str, core: str = "") -> subprocess.Popen[str]:
+def popen(*argv: str, core: str = "", app: str = "") -> subprocess.Popen[str]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SPARK_")}
     environ |= {"PYTHONWARNINGS": "error", "FAKE_CORE": core, "PYTHONPATH": str(REPO)}
+    environ["FAKE_APP"] = app
     return subprocess.Popen(
         [sys.executable, "-m", "tests.spark_server.fake_server", "--device", "cpu", *argv],
         stderr=subprocess.PIPE,
@@ -82,9 +85,9 @@ def popen(*argv: str, core: str = "") -> subprocess.Popen[str]:
 
 
 @contextlib.contextmanager
-def server(*argv: str, core: str = "", ready: bool = True) -> Iterator[Server]:
+def server(*argv: str, core: str = "", app: str = "", ready: bool = True) -> Iterator[Server]:
     """A running server; afterwards no warning, no traceback, no process, no socket folder."""
-    with popen(*argv, "--port", "0", core=core) as process:
+    with popen(*argv, "--port", "0", core=core, app=app) as process:
         running = Server(process)
         assert process.stderr is not None
         reader = threading.Thread(target=lambda: running.lines.extend(process.stderr or ()))
@@ -219,6 +222,56 @@ def test_a_killed_engine_comes_back_behind_the_same_port(model: str) -> None:
         running.wait_for("The engine is back")
         assert len(httpx.get(running.url + "/stream/5").text.split()) == 5
         assert metric(running.url, "spark_engine_restarts_total") == 1
+
+
+async def _post_all(url: str, count: int, tokens: int, act: Callable[[], None]) -> list[str]:
+    """`count` chats at once, every second one streamed; `act` once all streams have begun."""
+    begun = [asyncio.Event() for _ in range(0, count, 2)]
+
+    async def one(client: httpx.AsyncClient, number: int) -> str:
+        body = {
+            "model": "spark-tiny",
+            "messages": [{"role": "user", "content": f"Hello {number}"}],
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "stream": number % 2 == 0,
+        }
+        path = url + "/v1/chat/completions"
+        async with client.stream("POST", path, json=body, timeout=40) as response:
+            text = ""
+            async for part in response.aiter_text():
+                text += part
+                if number % 2 == 0:
+                    begun[number // 2].set()
+            return text
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(limits=limits) as client:
+        tasks = [asyncio.create_task(one(client, number)) for number in range(count)]
+        await asyncio.gather(*(event.wait() for event in begun))
+        act()
+        return await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize(("number", "limit"), [(signal.SIGKILL, 5.0), (signal.SIGSTOP, 8.0)])
+def test_32_clients_of_a_lost_engine_all_get_an_answer(number: int, limit: float) -> None:
+    """The real app: streams end with an error event, whole answers with 503; then it works."""
+    with server("--stuck-timeout", "3", core="step_ms=20", app="openai") as running:
+        lost = 0.0
+
+        def lose() -> None:
+            nonlocal lost
+            lost = time.monotonic()
+            running.engine().send_signal(number)
+
+        texts = asyncio.run(_post_all(running.url, 32, 3000, lose))
+        assert time.monotonic() - lost < limit
+        assert all('"error"' in text for text in texts)
+        running.wait_for("The engine is back")
+        assert not any(
+            '"error"' in text for text in asyncio.run(_post_all(running.url, 32, 5, lambda: None))
+        )
+        assert metric(running.url, "spark_requests_active") == 0
 
 
 def test_closed_clients_leave_the_gauges_idle(model: str) -> None:
