@@ -271,6 +271,7 @@ def _ask(core: Core, vocab_size: int) -> tuple[int, ...]:
 
 def _loop(core: Core, commands: zmq.Socket[bytes], send: Send, clock: StepClock) -> None:
     """Take what has come, step, report; without work, sleep until a command comes."""
+    steps = core.stats().steps
     while True:
         busy = core.has_work()
         received = _receive(commands, wait=not busy)
@@ -282,7 +283,10 @@ def _loop(core: Core, commands: zmq.Socket[bytes], send: Send, clock: StepClock)
             clock.began = time.monotonic()
             deltas = tuple(core.step())
             clock.began = None
-            send(StepReport(deltas, core.stats(), stepped=True))
+            stats = core.stats()
+            # A step that only hands out the ends of aborted requests ran no model.
+            send(StepReport(deltas, stats, stepped=stats.steps > steps))
+            steps = stats.steps
         elif received:
             # Nothing will step now, so the gauges would stay where they were before the abort.
             send(StepReport((), core.stats(), stepped=False))

@@ -5,7 +5,6 @@ The first half runs in the API process without torch, the second in the engine p
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +13,14 @@ from typing import TYPE_CHECKING
 import psutil
 
 from engine.config import GRID, EngineConfig
-from engine.errors import ConfigError, ModelFormatError
+from engine.errors import ConfigError
+from engine.reserve.preflight import CPU_UTILISATION, GPU_UTILISATION
+from engine.weights.model_config import load_config
 
 if TYPE_CHECKING:  # the engine process comes here too and has no use for pydantic
     from spark_server.settings import Settings
 
 DEFAULT_SEQ_LEN = 4096
-GPU_SHARE = 0.9
-CPU_SHARE = 0.5
 _GIB = 2**30
 _CGROUP_LIMITS = (
     "/sys/fs/cgroup/memory.max",
@@ -36,11 +35,11 @@ def engine_config(settings: Settings, folder: str) -> tuple[EngineConfig, list[s
         The configuration and one sentence per `auto` that was resolved.
 
     Raises:
-        ModelFormatError: config.json is missing or says no length.
+        ModelFormatError: the folder holds no model that can be served.
         ConfigError: `--max-seq-len` exceeds what the model allows.
     """
     notes: list[str] = []
-    allowed = _max_positions(Path(folder) / "config.json")
+    allowed = load_config(Path(folder)).max_position_embeddings
     length = settings.batching.max_seq_len
     if length is None:
         length = min(allowed, DEFAULT_SEQ_LEN)
@@ -71,20 +70,6 @@ def engine_config(settings: Settings, folder: str) -> tuple[EngineConfig, list[s
     return config, notes
 
 
-def _max_positions(path: Path) -> int:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelFormatError(f"{path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ModelFormatError(f"{path}: not valid JSON, {error}") from None
-    text = config.get("text_config", config) if isinstance(config, dict) else None
-    length = text.get("max_position_embeddings") if isinstance(text, dict) else None
-    if not isinstance(length, int) or length < 2:
-        raise ModelFormatError(f"{path}: max_position_embeddings is missing or no length")
-    return length
-
-
 def finish_config(
     config: EngineConfig, utilization: float | None
 ) -> tuple[EngineConfig, list[str]]:
@@ -106,7 +91,7 @@ def finish_config(
     budget = config.memory_budget
     if budget is None:
         total = _gpu_memory() if device == "cuda" else cpu_memory()
-        share = utilization or (GPU_SHARE if device == "cuda" else CPU_SHARE)
+        share = utilization or (GPU_UTILISATION if device == "cuda" else CPU_UTILISATION)
         budget = int(total * share)
         notes.append(
             f"memory-budget auto is {budget / _GIB:.2f} GiB, "

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from spark_server.server import bind, ledger_table, phase_table, url_of
 
 pytestmark = pytest.mark.server
 REPO = Path(spark_server.__file__).parent.parent
-CONFIG = {"max_position_embeddings": 8192}
 
 
 @dataclass
@@ -65,9 +65,13 @@ class Server:
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
+    packaged = Path(str(files("spark_server"))) / "assets" / "spark-tiny"
     folder = tmp_path / "tiny"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    config = json.loads((packaged / "config.json").read_text())
+    config["max_position_embeddings"] = 8192
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").symlink_to(packaged / "model.safetensors")
     return str(folder)
 
 
