@@ -36,6 +36,8 @@ BLOCKED = [
     "huggingface_hub",
     "xgrammar",
 ]
+DEVELOPMENT = ["pytest", "hypothesis", "openai", "schemathesis", "matplotlib", "mypy"]
+BLOCKER = f"import sys; sys.modules.update(dict.fromkeys({BLOCKED!r}))\n"
 
 
 def modules(package: str) -> Iterator[Path]:
@@ -105,20 +107,22 @@ def test_the_kernels_package_is_no_look_alike_of_another_distribution() -> None:
     assert "__version__" not in ast.dump(tree)
 
 
+def test_nothing_loads_a_development_package() -> None:
+    """The base install must be enough to serve, plan, chat and bench."""
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for package in ("spark_server", "engine", "kernels", "benchmarks")
+        for path in modules(package)
+        for name in imported_at_load(ast.parse(path.read_text(encoding="utf-8")).body)
+        if name in DEVELOPMENT
+    ]
+    assert not wrong
+
+
 @pytest.mark.parametrize("module", API_MODULES)
 def test_the_api_process_holds_no_tensors(module: str, tmp_path: Path) -> None:
     code = f"import sys, {module}; print([m for m in {HEAVY!r} if m in sys.modules])"
     assert run_python(code, tmp_path).strip() == "[]"
-
-
-BLOCKER = f"""
-import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {BLOCKED!r}:
-            raise ImportError(f"{{name}} is blocked by the test")
-sys.meta_path.insert(0, Blocked())
-"""
 
 
 def test_every_engine_module_loads_without_the_server_packages(tmp_path: Path) -> None:
