@@ -1,8 +1,9 @@
 """Sends an answer, streamed or whole, and gives everything up when the client goes away.
 
-Knows nothing of what it sends. Written on ASGI itself: an event costs less than half of what
-starlette's StreamingResponse and sse-starlette take, and the client's leaving is noticed in every
-state, also before the first byte.
+Knows nothing of what it sends. Written on ASGI itself, so that the client's leaving is noticed in
+every state, also before the first byte. CPU of the whole server process per event, 128 streams at
+3,800 tokens/s on 2 cores: 44 us here (20 of them the socket's send), 46 with starlette's
+StreamingResponse, 70 with sse-starlette.
 """
 
 from __future__ import annotations
