@@ -67,7 +67,7 @@ class SamplingState:
         self.prompt = prompt
         self.generated = generated
         self.stop_ids = stop_ids
-        self.greedy = params.temperature < GREEDY_BELOW
+        self.greedy = params.temperature < GREEDY_BELOW or params.top_k == 1
         self.penalised = (
             params.presence_penalty != 0.0
             or params.frequency_penalty != 0.0

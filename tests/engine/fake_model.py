@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.config import GRID
@@ -35,6 +37,7 @@ class FakeModel:
         # Per position: (token, digest of the KV before and here), so a lookup of one entry covers
         # all before it; every block's first position also checks the block before it.
         self.kv = [[(-1, 13)] * GRID for _ in range(blocks)]
+        self._ids = np.arange(1, vocab_size + 1, dtype=np.uint64)
         self.steps: list[list[Segment]] = []
         self.fail_next: Exception | None = None
 
@@ -54,11 +57,11 @@ class FakeModel:
         assert len({s.slot for s in segments}) == len(segments), "a slot appears twice"
         self.steps.append(list(segments))
         rows = [row for segment in segments for row in self._run(segment)]
-        logits = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), self.vocab_size)
+        logits = torch.from_numpy(np.array(rows, np.float32).reshape(len(rows), self.vocab_size))
         total = sum(len(s.token_ids) for s in segments)
         return ForwardResult(logits, torch.zeros(total, 1))
 
-    def _run(self, segment: Segment) -> list[list[float]]:
+    def _run(self, segment: Segment) -> list[npt.NDArray[np.float32]]:
         slot, start = segment.slot, segment.start
         end = start + len(segment.token_ids)
         assert len(segment.block_table) * GRID >= end, "the block table is too short"
@@ -68,7 +71,7 @@ class FakeModel:
         assert 0 <= accepted <= len(self.pending[slot]), (consumed, start, self.pending[slot])
         for token in self.pending[slot][:accepted]:
             digest = _mix(digest, token + 1)
-        logits = []
+        logits: list[npt.NDArray[np.float32]] = []
         first_logit = len(segment.token_ids) - segment.logit_rows
         if segment.phase is RowPhase.PREFILL:
             assert segment.committed == len(segment.token_ids)
@@ -97,13 +100,11 @@ class FakeModel:
             digest = _mix(digest, self.kv[table[block]][0][0] + 3)
         return digest
 
-    def _logits(self, digest: int, kv: int) -> list[float]:
-        seed = _mix(digest, kv)
-        scores = []
-        for _ in range(self.vocab_size):
-            seed = _mix(seed, 1)
-            scores.append(((seed >> 20) % 4096) / 512.0)
-        return scores
+    def _logits(self, digest: int, kv: int) -> npt.NDArray[np.float32]:
+        bits = self._ids * np.uint64(_mix(digest, kv) | 1)  # wraps at 2^64
+        bits ^= bits >> np.uint64(29)
+        bits *= np.uint64(0xBF58476D1CE4E5B9)
+        return ((bits >> np.uint64(40)) % np.uint64(4096)).astype(np.float32) / np.float32(512)
 
 
 def request(

@@ -1,0 +1,257 @@
+"""The engine's step: plan, forward, sample, commit. Owns scheduler and sampler, drives a runner.
+
+Knows no tensors beyond the logits it passes on, no processes and no text; one thread calls it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+from typing import Protocol
+
+from engine.config import EngineConfig
+from engine.errors import EngineUnavailableError, InvariantError, RequestError
+from engine.request import EngineStats, GenerationRequest, TokenDelta, TokenLogprobs
+from engine.runner import ForwardResult, ModelRunner
+from engine.sampling.sampler import Sampler, accepted_burst
+from engine.sampling.shaping import TokenMask
+from engine.scheduler import Scheduler, StepKind, StepOutcome, StepPlan
+
+logger = logging.getLogger(__name__)
+
+
+class TokenMasks(Protocol):
+    """Says which tokens a request's grammar allows, as a function of the tokens so far."""
+
+    def open(self, request: GenerationRequest) -> None:
+        """A request with a grammar was queued; raises RequestError when it cannot be used."""
+        ...
+
+    def allowed(self, request_id: int, output: Listing[int]) -> TokenMask | None:
+        """What may follow `output`, bool [vocabulary] or packed int32; None allows everything."""
+        ...
+
+    def close(self, request_id: int) -> None:
+        """The request is over."""
+        ...
+
+
+class EngineCore:
+    """Takes requests, runs steps, returns what each step added.
+
+    Args:
+        config: sizes and limits.
+        runner: the loaded model with its pools.
+        kv_blocks: KV blocks of GRID tokens that the runner's pool has.
+        eos_ids: the model's own end ids.
+        masks: constrains requests that carry a grammar; without it they are refused.
+        clock: seconds, for queue times, deadlines and step times.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        *,
+        kv_blocks: int,
+        eos_ids: frozenset[int] = frozenset(),
+        masks: TokenMasks | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = Scheduler(
+            config, kv_blocks=kv_blocks, move_slot=runner.move_slot, eos_ids=eos_ids, clock=clock
+        )
+        self._runner = runner
+        self._sampler = Sampler(runner.vocab_size)
+        self._masks = masks
+        self._masked: set[int] = set()
+        self._clock = clock
+        self._outbox: list[TokenDelta] = []
+        self._draining = False
+        self._steps = 0
+        self._steps_by_kind = dict.fromkeys(StepKind, 0)
+        self._step_seconds = 0.0
+        self._last_seconds = 0.0
+        self._last_rows = 0
+
+    # ---- requests ------------------------------------------------------------------------
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it can never run, or asks for what this engine lacks.
+            QueueFullError: too many wait already.
+            EngineUnavailableError: the engine is draining.
+        """
+        if self._draining:
+            raise EngineUnavailableError("the engine is shutting down and takes no new requests")
+        self._expect_known_tokens(request)
+        if request.grammar is None:
+            self.scheduler.add(request)
+            return
+        if self._masks is None:
+            raise RequestError(
+                "this server cannot constrain output by a grammar; leave response_format out",
+                param="response_format",
+            )
+        self._masks.open(request)
+        try:
+            self.scheduler.add(request)
+        except Exception:
+            self._masks.close(request.request_id)
+            raise
+        self._masked.add(request.request_id)
+
+    def abort(self, request_id: int) -> None:
+        """End a request in any state; its last delta comes with the next step.
+
+        An unknown id is no error: the request may have finished while the abort was on its way.
+        """
+        delta = self.scheduler.abort(request_id)
+        if delta is not None:
+            self._outbox.append(delta)
+
+    # ---- draining ------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those queued or running go on until they end."""
+        self._draining = True
+
+    def abort_all(self) -> None:
+        """End every request; the last deltas come with the next step."""
+        for request_id in self.scheduler.requests():
+            self.abort(request_id)
+
+    def has_work(self) -> bool:
+        """Whether a step would do or return anything."""
+        return bool(self._outbox) or self.scheduler.has_work()
+
+    # ---- the step ------------------------------------------------------------------------
+
+    def step(self) -> list[TokenDelta]:
+        """Run one step: one delta for every request that got tokens or ended.
+
+        A forward that raises ends its own sequences with an error and leaves the others alone.
+
+        Raises:
+            InvariantError: the accounts are wrong; the engine must not go on.
+        """
+        deltas, self._outbox = self._outbox, []
+        deltas += self.scheduler.expire()
+        if self.scheduler.has_work():
+            start = self._clock()
+            plan = self.scheduler.plan()
+            if not plan.segments:
+                raise InvariantError("requests wait or run and the plan is empty")
+            deltas += self._run(plan)
+            self._count(plan, self._clock() - start)
+        if self._masks is not None:
+            self._close_masks(self._masks, deltas)
+        if not self.scheduler.has_work():
+            self.scheduler.check()
+        return deltas
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters as of now."""
+        slots, blocks = self.scheduler.holdings.slots, self.scheduler.holdings.blocks
+        return EngineStats(
+            running=slots.used,
+            waiting=len(self.scheduler.waiting),
+            slots_total=slots.total,
+            slots_used=slots.used,
+            kv_blocks_total=blocks.total,
+            kv_blocks_used=blocks.used,
+            steps=self._steps,
+            steps_by_kind=tuple((kind.value, n) for kind, n in self._steps_by_kind.items()),
+            step_seconds_total=self._step_seconds,
+            last_step_seconds=self._last_seconds,
+            last_step_rows=self._last_rows,
+            preemptions=self.scheduler.preemptions,
+            prompt_tokens=self.scheduler.prompt_tokens,
+            generation_tokens=self.scheduler.generation_tokens,
+        )
+
+    def _run(self, plan: StepPlan) -> list[TokenDelta]:
+        try:
+            for slot in plan.claims:
+                self._runner.claim_slot(slot)
+            outcome = self._sample(plan, self._runner.forward(plan.segments))
+        except Exception as error:
+            logger.exception(
+                "A step of %d rows and %d sequences failed", plan.rows, len(plan.sequences)
+            )
+            kind = type(error).__name__
+            return self.scheduler.fail(plan, f"the model's step failed with {kind}; try again")
+        return self.scheduler.commit(plan, outcome)
+
+    def _sample(self, plan: StepPlan, result: ForwardResult) -> StepOutcome:
+        """Draw a target for every logits row and keep each burst up to its first wrong draft."""
+        sampled = self._sampler.sample(
+            result.logits, plan.sampling_rows, self._allowed(plan) if self._masked else None
+        )
+        targets = sampled.tokens
+        tokens: list[Listing[int]] = []
+        logprobs: list[Listing[TokenLogprobs]] = []
+        failures: dict[int, str] = {}
+        row = 0
+        for index, segment in enumerate(plan.segments):
+            end = row + segment.logit_rows
+            burst: Listing[int] = targets[row:end]
+            if len(burst) > 1:
+                burst = accepted_burst(segment.token_ids[1:], burst)
+            tokens.append(burst)
+            kept = range(row, row + len(burst))
+            if sampled.logprobs:
+                logprobs.append([sampled.logprobs[r] for r in kept if r in sampled.logprobs])
+            if sampled.failed and not sampled.failed.isdisjoint(kept):
+                failures[index] = "the model produced no finite logits for this request"
+            row = end
+        return StepOutcome(tokens, logprobs, failures)
+
+    def _allowed(self, plan: StepPlan) -> dict[int, TokenMask]:
+        """The grammar's masks by logits row."""
+        masks: dict[int, TokenMask] = {}
+        row = 0
+        for sequence, segment in zip(plan.sequences, plan.segments, strict=True):
+            end = row + segment.logit_rows
+            if self._masks is not None and sequence.request_id in self._masked:
+                for index in range(row, end):
+                    output = [*sequence.generated, *plan.sampling_rows[index].drafts]
+                    mask = self._masks.allowed(sequence.request_id, output)
+                    if mask is not None:
+                        masks[index] = mask
+            row = end
+        return masks
+
+    def _close_masks(self, masks: TokenMasks, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            if delta.finish_reason is not None and delta.request_id in self._masked:
+                self._masked.discard(delta.request_id)
+                masks.close(delta.request_id)
+
+    def _count(self, plan: StepPlan, seconds: float) -> None:
+        self._steps += 1
+        self._steps_by_kind[plan.kind] += 1
+        self._step_seconds += seconds
+        self._last_seconds = seconds
+        self._last_rows = plan.rows
+
+    def _expect_known_tokens(self, request: GenerationRequest) -> None:
+        """A token outside the vocabulary would read another row's memory or fail mid-step."""
+        size = self._runner.vocab_size
+        given = (
+            ("prompt", request.prompt_ids),
+            ("logit_bias", [token for token, _ in request.sampling.logit_bias]),
+            ("stop_token_ids", request.sampling.stop_token_ids),
+        )
+        for param, tokens in given:
+            if tokens and not 0 <= min(tokens) <= max(tokens) < size:
+                wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+                raise RequestError(
+                    f"{param} has token id {wrong} and the vocabulary has {size} ids, 0 to "
+                    f"{size - 1}",
+                    param=param,
+                )
