@@ -89,9 +89,9 @@ class GenerationResponse(Response):
     async def _send_stream(self, deltas: AsyncGenerator[ChoiceDelta, None], send: Send) -> None:
         first = await anext(deltas)
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-        opening = b"".join(self._form.opening(run.index) for run in self._runs)
-        await self._write(send, opening + self._events(first))
         try:
+            opening = b"".join(self._form.opening(run.index) for run in self._runs)
+            await self._write(send, opening + self._events(first))
             async for delta in deltas:
                 await self._write(send, self._events(delta))
         except Exception as error:

@@ -130,7 +130,7 @@ class SamplingBody(_Body):
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     metrics: bool | None = None
     user: str | None = None
-    metadata: _Object = None
+    metadata: dict[str, Any] | None = None
 
 
 class ChatBody(SamplingBody):

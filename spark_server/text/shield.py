@@ -31,17 +31,19 @@ class Shield:
         partial = "|".join(map(re.escape, _prefixes(texts)))
         pattern = f"{whole}|(?:{partial})\\Z" if partial else whole
         self._pattern = re.compile(pattern) if texts else None
+        self._firsts = "".join(sorted({text[0] for text in texts}))
 
     def session(self) -> ShieldSession:
         """Placeholders of one request."""
-        return ShieldSession(self._pattern)
+        return ShieldSession(self._pattern, self._firsts)
 
 
 class ShieldSession:
     """Replaces within one request; `shields` maps each placeholder to the text it stands for."""
 
-    def __init__(self, pattern: re.Pattern[str] | None) -> None:
+    def __init__(self, pattern: re.Pattern[str] | None, firsts: str) -> None:
         self._pattern = pattern
+        self._firsts = firsts
         # Letters and digits only, so that escaping and trimming in a template leave it whole.
         self._nonce = "q" + secrets.token_hex(12) + "q"
         self.shields: dict[str, str] = {}
@@ -66,7 +68,8 @@ class ShieldSession:
         return value
 
     def _cover_text(self, text: str) -> str:
-        if self._pattern is None:
+        # The search holds the interpreter; most texts hold no character such a token begins with.
+        if self._pattern is None or not any(char in text for char in self._firsts):
             return text
         return self._pattern.sub(self._placeholder, text)
 
