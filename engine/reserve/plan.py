@@ -18,7 +18,9 @@ from engine.reserve.parameters import (
 )
 from engine.reserve.preflight import Preflight, device_budget, preflight_reserve
 from engine.reserve.sizes import parse_size
+from engine.reserve.ssm_reserve import DISPATCH_CAP, SsmRollbackMode
 from engine.reserve.table import preflight_table
+from engine.reserve.verify_terms import SpeculationPolicy, snapshot_term, verify_terms
 from engine.weights.headers import tensor_headers
 from engine.weights.model_config import ModelConfig, load_config, parse_config
 
@@ -63,7 +65,7 @@ def plan(
     if with_mtp and model.mtp_layers == 0:
         raise ConfigError("--num-drafts needs a model with MTP layers, and this one has none")
     if weights_bytes is None:
-        tensors = _tensors(source, model)
+        tensors = checkpoint_tensors(source, model)
         weights_bytes = resident_bytes(tensors, model, config, with_mtp=with_mtp)
     budget = device_budget(
         device_memory, utilisation, device=config.device, memory_budget=config.memory_budget
@@ -98,6 +100,18 @@ def read_model(source: Path) -> ModelConfig:
     return parse_config(parsed)
 
 
+def checkpoint_tensors(source: Path, model: ModelConfig) -> tuple[StoredTensor, ...]:
+    """The tensors beside a config.json by their headers, or those that the config stands for.
+
+    Raises:
+        ModelFormatError: there are weights and they cannot be read.
+    """
+    folder = source if source.is_dir() else source.parent
+    if any(folder.glob("*.safetensors")):
+        return tensors_of_headers(tensor_headers(folder))
+    return tensors_of_config(model)
+
+
 def main(words: Sequence[str]) -> int:
     """The command line; prints the ledger as a table or as JSON.
 
@@ -127,6 +141,14 @@ def _plan_of(asked: argparse.Namespace) -> Preflight:
         kv_tokens=asked.kv_tokens,
         kernels=asked.kernels,
     )
+    policy = SpeculationPolicy(
+        num_drafts=asked.num_drafts,
+        rollback=SsmRollbackMode(asked.ssm_rollback_mode),
+        dispatch_cap=asked.mtp_max_seqs,
+    )
+    extra = list(verify_terms(model, config, policy))
+    if asked.snapshots:
+        extra.append(snapshot_term(model, asked.snapshots))
     memory = _size(asked.device_memory)
     return plan(
         source,
@@ -134,9 +156,10 @@ def _plan_of(asked: argparse.Namespace) -> Preflight:
         device_memory=_memory_here(asked.device) if memory is None else memory,
         utilisation=asked.gpu_memory_utilization,
         weights_bytes=_size(asked.weights_bytes),
-        with_mtp=asked.num_drafts > 0,
-        drafts=asked.num_drafts,
-        ring_slots=asked.max_batch_size + 1 if asked.num_drafts else 0,
+        with_mtp=policy.num_drafts > 0,
+        drafts=policy.num_drafts,
+        ring_slots=policy.ring_slots(config.max_batch_size),
+        extra=tuple(extra),
     )
 
 
@@ -159,15 +182,26 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-seq-len", type=_count, metavar="TOKENS")
     add("--max-prefill-tokens", type=_count, default=512, metavar="TOKENS")
     add("--kv-tokens", type=_count, metavar="TOKENS")
-    add("--num-drafts", type=int, choices=range(9), default=0, metavar="N")
+    add("--num-drafts", type=_amount, default=0, metavar="N", help="0 is no speculation")
+    modes = [mode.value for mode in SsmRollbackMode]
+    add("--ssm-rollback-mode", choices=modes, default=SsmRollbackMode.CARRY.value)
+    add("--mtp-max-seqs", type=_count, default=DISPATCH_CAP, metavar="N")
+    add("--snapshots", type=_amount, default=0, metavar="N", help="of the prefix cache")
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    value = _amount(text)
+    if value == 0:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def _amount(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is below 0")
     return value
 
 
@@ -187,13 +221,6 @@ def _locate(model: str) -> Path:
     if not path.exists() and Path(model).name == model and packaged.is_dir():
         return packaged
     return path
-
-
-def _tensors(source: Path, model: ModelConfig) -> tuple[StoredTensor, ...]:
-    folder = source if source.is_dir() else source.parent
-    if any(folder.glob("*.safetensors")):
-        return tensors_of_headers(tensor_headers(folder))
-    return tensors_of_config(model)
 
 
 def _memory_here(device: str) -> int:

@@ -14,7 +14,7 @@ _RIGHT = (1, 2)
 
 
 def ledger_table(ledger: MemoryLedger) -> str:
-    """One term a line, with the total last."""
+    """One term a line, those of 0 bytes left out, with the total last."""
     return _table(_rows(ledger))
 
 
@@ -30,7 +30,11 @@ def preflight_table(found: Preflight) -> str:
 
 
 def _rows(ledger: MemoryLedger) -> list[tuple[str, ...]]:
-    rows = [_row(term.name, term.bytes, term.kind.value, term.why) for term in ledger.terms]
+    rows = [
+        _row(term.name, term.bytes, term.kind.value, term.why)
+        for term in ledger.terms
+        if term.bytes > 0
+    ]
     return [*rows, _row("total", ledger.total, "", "")]
 
 

@@ -36,6 +36,8 @@ CPU_HEADROOM = 64 * 2**20
 CUDA_HEADROOM = 512 * 2**20
 # Float32 copies of the logits that live at once: the head's output, scaled, sorted or summed.
 LOGIT_COPIES = 3
+# A verify forward carries no more unverified rows than this; wider steps run several.
+VERIFY_ROWS = 96
 # Per token and value head: scores, decay, A, A + I, its inverse and the masked product, GRID each.
 _CHUNK_SQUARES = 6
 # q, k, k beta, k decayed, q decayed, W over Dk; v, U, V' and the output over Dv.
@@ -190,13 +192,14 @@ def _state_terms(
     )
 
 
-def _rows(config: EngineConfig, speculation: Speculation) -> int:
-    """Rows of the widest step: a full prefill chunk and every sequence with all its drafts."""
-    return config.max_prefill_tokens + config.max_batch_size * (1 + speculation.drafts)
+def _decode_rows(config: EngineConfig, speculation: Speculation) -> int:
+    """One row of every sequence, and the drafts that one forward may verify."""
+    drafts = min(config.max_batch_size * speculation.drafts, VERIFY_ROWS)
+    return config.max_batch_size + drafts
 
 
 def _logits(model: ModelConfig, config: EngineConfig, speculation: Speculation) -> LedgerTerm:
-    rows = config.max_batch_size * (1 + speculation.drafts)
+    rows = _decode_rows(config, speculation)
     return LedgerTerm(
         LOGITS,
         LOGIT_COPIES * rows * model.vocab_size * FLOAT32_BYTES,
@@ -206,7 +209,8 @@ def _logits(model: ModelConfig, config: EngineConfig, speculation: Speculation) 
 
 
 def _activations(model: ModelConfig, config: EngineConfig, speculation: Speculation) -> LedgerTerm:
-    rows, width = _rows(config, speculation), _widest_row(model)
+    rows = config.max_prefill_tokens + _decode_rows(config, speculation)
+    width = _widest_row(model)
     tables = config.max_batch_size * blocks_per_sequence(config) * 8
     return LedgerTerm(
         ACTIVATIONS,

@@ -196,6 +196,35 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"weights", "carry_ring", "kv_pool"} <= {t["name"] for t in parsed["terms"]}
 
 
+def plan_27b(path: Path, mode: str, capsys: pytest.CaptureFixture[str]) -> dict[str, int]:
+    path.write_text(json.dumps(QWEN_27B))
+    words = "--device cuda --device-memory 121.7GiB --gpu-memory-utilization 0.7 --snapshots 16 "
+    words += "--weights-bytes 39.8GiB --max-batch-size 128 --num-drafts 3 --json "
+    assert main([str(path), *words.split(), "--ssm-rollback-mode", mode]) == 0
+    parsed = json.loads(capsys.readouterr().out)
+    assert parsed["total_bytes"] <= parsed["budget_bytes"] == 91_472_065_986
+    return {term["name"]: term["bytes"] for term in parsed["terms"]}
+
+
+def test_rollback_modes_of_27b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    carry, replay, snapshot = (
+        plan_27b(path, mode, capsys) for mode in ("carry", "replay", "snapshot")
+    )
+    for terms in (carry, replay, snapshot):
+        assert terms["state_pool"] == 128 * 158_859_264
+        assert terms["snapshots"] == 16 * 158_859_264
+    # The engine keeps its ring in float32: rows of 41,344 bytes.
+    assert carry["carry_ring"] == 32 * 3 * 48 * 41_344
+    assert carry["carry_ring_dummy"] == 3 * 48 * 41_344
+    assert replay["verify_pool"] == 32 * 158_859_264
+    assert replay["replay_ring"] == 152_764_416
+    assert replay["replay_ring_dummy"] == 3 * 48 * 33_152
+    assert snapshot["verify_pool"] == 33_671_872_512 - 128 * 158_859_264
+    assert snapshot["verify_dummy"] == 158_859_264 + 3 * 150_994_944 + 4 * 7_864_320
+    assert carry["kv_pool"] > replay["kv_pool"] > snapshot["kv_pool"] > 0
+
+
 @pytest.mark.parametrize(
     ("words", "error", "text"),
     [

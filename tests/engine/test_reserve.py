@@ -173,7 +173,7 @@ def test_float32_rows_of_a_replay_ring_are_twice_as_wide() -> None:
     assert ssm_replay_row_bytes(16384, 48, act_bytes=4) == 65_920
 
 
-def pool_27b(max_batch_size: int, mode: SsmRollbackMode, **rest: bool) -> int:
+def pool_27b(max_batch_size: int, mode: SsmRollbackMode, **rest: Any) -> int:
     spec_on = rest.pop("spec_on", True)
     full_width = rest.get("full_width", False)
     return ssm_pool_reserve_bytes(
