@@ -173,19 +173,42 @@ def _parser() -> argparse.ArgumentParser:
     add("model", help="a model folder, the path of a config.json, or spark-tiny")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where it would run")
     add("--device-memory", metavar="SIZE", help="memory of that device, e.g. 80GiB")
-    add("--gpu-memory-utilization", "--memory-utilization", type=float, metavar="SHARE")
+    add(
+        "--gpu-memory-utilization",
+        "--memory-utilization",
+        type=float,
+        metavar="SHARE",
+        help="share of it that the engine may take",
+    )
     add("--memory-budget", metavar="SIZE", help="instead of a share, e.g. 1.5GiB")
     add("--weights-bytes", metavar="SIZE", help="stands in for the weights in memory")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the activations")
-    add("--kernels", choices=("auto", "naive", "cpu"), default="auto")
-    add("--max-batch-size", type=_count, default=32, metavar="N")
-    add("--max-seq-len", type=_count, metavar="TOKENS")
-    add("--max-prefill-tokens", type=_count, default=512, metavar="TOKENS")
-    add("--kv-tokens", type=_count, metavar="TOKENS")
+    add("--kernels", choices=("auto", "naive", "cpu"), default="auto", help="form of the operators")
+    add("--max-batch-size", type=_count, default=32, metavar="N", help="sequences that run at once")
+    add("--max-seq-len", type=_count, metavar="TOKENS", help="prompt and output together")
+    add(
+        "--max-prefill-tokens",
+        type=_count,
+        default=512,
+        metavar="TOKENS",
+        help="prompt tokens of a step",
+    )
+    add("--kv-tokens", type=_count, metavar="TOKENS", help="instead of what the budget leaves")
     add("--num-drafts", type=_amount, default=0, metavar="N", help="0 is no speculation")
     modes = [mode.value for mode in SsmRollbackMode]
-    add("--ssm-rollback-mode", choices=modes, default=SsmRollbackMode.CARRY.value)
-    add("--mtp-max-seqs", type=_count, default=DISPATCH_CAP, metavar="N")
+    add(
+        "--ssm-rollback-mode",
+        choices=modes,
+        default=SsmRollbackMode.CARRY.value,
+        help="of rejected drafts",
+    )
+    add(
+        "--mtp-max-seqs",
+        type=_count,
+        default=DISPATCH_CAP,
+        metavar="N",
+        help="widest batch that speculates",
+    )
     add("--snapshots", type=_amount, default=0, metavar="N", help="of the prefix cache")
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
@@ -199,10 +222,9 @@ def _count(text: str) -> int:
 
 
 def _amount(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is below 0")
-    return value
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
+    return int(text)
 
 
 def _whole_grid(tokens: int) -> int:

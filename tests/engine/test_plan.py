@@ -239,6 +239,13 @@ def test_the_command_refuses(words: list[str], error: type[Exception], text: str
         main(["spark-tiny", *words])
 
 
+@pytest.mark.parametrize("words", [["--num-drafts", "x"], ["--max-seq-len", "0"], []])
+def test_words_that_are_no_command_end_with_2(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "spark-tiny"] if words else [])
+    assert ended.value.code == 2
+
+
 def test_planning_needs_neither_torch_nor_numba_nor_the_server() -> None:
     code = (
         "import sys, engine.reserve.plan as p\n"
