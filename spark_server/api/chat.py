@@ -11,7 +11,7 @@ from starlette.responses import Response
 from engine.errors import EngineUnavailableError, RequestError
 from engine.request import GenerationRequest
 from spark_server.api.body import read_object
-from spark_server.api.formats import ChatFormat
+from spark_server.api.chat_format import ChatFormat
 from spark_server.api.generation import ChoiceRun
 from spark_server.api.messages import normalise_messages
 from spark_server.api.response import GenerationResponse

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from engine.errors import EngineUnavailableError, RequestError
 from engine.request import GenerationRequest
 from spark_server.api.body import read_object
-from spark_server.api.formats import CompletionFormat
+from spark_server.api.completion_format import CompletionFormat
 from spark_server.api.generation import ChoiceRun
 from spark_server.api.options import ApiOptions
 from spark_server.api.response import GenerationResponse

@@ -81,6 +81,11 @@ class Api:
         """Ids of a text in which markup is markup."""
         return self.text.tokenizer.encode(text)
 
+    @property
+    def last(self) -> GenerationRequest:
+        """The last request that the engine got."""
+        return self.engine.seen[-1]
+
     def say(self, text: str, **script: Any) -> None:
         """From now on every reply is `text`."""
         ids = self.ids(text)
