@@ -65,7 +65,7 @@ def cpu_ops() -> Ops:
     from kernels.attention.cpu import attention_mixer
     from kernels.gdn.cpu import gdn_mixer
     from kernels.linear.cpu import fp16_rows_vary, pack
-    from kernels.moe.naive import moe_mlp
+    from kernels.moe.cpu import moe_mlp
     from kernels.rms_norm.cpu import add_rms_norm
     from kernels.silu_mul.cpu import silu_mul
 

@@ -44,13 +44,20 @@ def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor
 
 def moe_mlp(x: Tensor, params: MoeParams, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
     """x [R, H] -> [R, H]: sum over the chosen experts, plus sigmoid(gate) * shared expert."""
+    shared = params.shared.down(silu_mul(params.shared.gate_up(x)))
+    out = shared * torch.sigmoid(params.shared_gate(x))
+    add_experts(out, x, params, silu_mul)
+    return out
+
+
+def add_experts(
+    out: Tensor, x: Tensor, params: MoeParams, silu_mul: Callable[[Tensor], Tensor]
+) -> None:
+    """Add the weighted outputs of each row's experts to out [R, H] in place."""
     weights, chosen = route(params.router(x), params.top_k, params.renormalise)
-    out = params.shared.down(silu_mul(params.shared.gate_up(x)))
-    out = out * torch.sigmoid(params.shared_gate(x))
     # Experts in rising order: a row's sum has one order whatever rows share the batch.
     for expert_id in chosen.unique().tolist():
         rows, rank = (chosen == expert_id).nonzero(as_tuple=True)
         expert = params.experts[expert_id]
         part = expert.down(silu_mul(expert.gate_up(x[rows])))
         out.index_add_(0, rows, part * weights[rows, rank, None].to(part.dtype))
-    return out

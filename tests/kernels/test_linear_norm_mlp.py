@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from kernels.linear import cpu as linear
-from kernels.moe.naive import Expert, MoeParams, moe_mlp, route
+from kernels.moe import cpu as moe_cpu
+from kernels.moe import naive as moe_naive
+from kernels.moe.naive import Expert, MoeParams, route
 from kernels.rms_norm import cpu as norm_cpu
 from kernels.rms_norm import naive as norm_naive
 from kernels.silu_mul import cpu as silu_cpu
@@ -85,10 +87,14 @@ def moe_params() -> MoeParams:
 
 def test_moe_rows_do_not_depend_on_the_batch() -> None:
     params = moe_params()
-    rows = random(20, 16, seed=60)
-    whole = moe_mlp(rows, params, silu_cpu.silu_mul)
-    for i in range(20):
-        assert torch.equal(moe_mlp(rows[i : i + 1], params, silu_cpu.silu_mul), whole[i : i + 1])
+    rows = random(77, 16, seed=60)
+    whole = moe_cpu.moe_mlp(rows, params, silu_cpu.silu_mul)
+    torch.testing.assert_close(
+        whole, moe_naive.moe_mlp(rows, params, silu_naive.silu_mul), atol=1e-6, rtol=1e-5
+    )
+    for i in range(77):
+        alone = moe_cpu.moe_mlp(rows[i : i + 1], params, silu_cpu.silu_mul)
+        assert torch.equal(alone, whole[i : i + 1])
 
 
 def test_route_weights_are_softmax_over_all_experts() -> None:

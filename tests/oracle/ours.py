@@ -1,0 +1,74 @@
+"""Our model over a checkpoint folder, driven segment by segment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.config import GRID
+from engine.model.hybrid import HybridModel
+from engine.model.load import load_network
+from engine.pools.kv import KvPool
+from engine.pools.shapes import kv_pool_shapes, state_pool_shapes
+from engine.pools.state import SsmStatePool
+from engine.runner import RowPhase, Segment
+from engine.weights.model_config import load_config
+from kernels.ops import Ops, cpu_ops, naive_ops
+
+SLOTS = 6
+BLOCKS_EACH = 8
+
+
+def operators(kernels: str) -> Ops:
+    return cpu_ops() if kernels == "cpu" else naive_ops(torch.float32)
+
+
+def build(folder: Path, kernels: str, *, drafts: int = 3, threads: int = 1) -> HybridModel:
+    """Model with SLOTS slots, all of them covered by a ring of `drafts` rows, and its drafter."""
+    config = load_config(folder)
+    device = torch.device("cpu")
+    ring = SLOTS + 1 if drafts else 0
+    states = SsmStatePool(state_pool_shapes(config, SLOTS, ring_slots=ring, drafts=drafts), device)
+    kv = KvPool(kv_pool_shapes(config, SLOTS * BLOCKS_EACH, with_mtp=True), torch.float32, device)
+    ops = operators(kernels)
+    network = load_network(folder, config, states, kv, ops, 512, with_mtp=True)
+    return HybridModel(config, network, states, kv, ops, torch.float32, threads)
+
+
+def segment(
+    slot: int,
+    start: int,
+    ids: list[int],
+    phase: RowPhase,
+    *,
+    committed: int | None = None,
+    logit_rows: int | None = None,
+) -> Segment:
+    """Rows of the sequence in `slot`, whose blocks follow from the slot; all logits by default."""
+    return Segment(
+        slot=slot,
+        start=start,
+        token_ids=tuple(ids),
+        phase=phase,
+        committed=len(ids) if committed is None else committed,
+        block_table=tuple(range(slot * BLOCKS_EACH, (slot + 1) * BLOCKS_EACH)),
+        logit_rows=len(ids) if logit_rows is None else logit_rows,
+    )
+
+
+def split_prompt(slot: int, ids: list[int], sizes: list[int]) -> list[Segment]:
+    """The prompt in chunks; those that leave the 64 grid are replayed, as the scheduler does."""
+    parts, start = [], 0
+    for size in sizes:
+        phase = RowPhase.PREFILL if start % GRID == 0 else RowPhase.REPLAY
+        parts.append(segment(slot, start, ids[start : start + size], phase))
+        start += size
+    assert start == len(ids)
+    return parts
+
+
+def run(model: HybridModel, segments: list[Segment]) -> Tensor:
+    """Logits of the segments, one forward each, concatenated."""
+    return torch.cat([model.forward([part]).logits for part in segments])
