@@ -9,6 +9,7 @@ import importlib
 import io
 import logging
 import os
+import shutil
 import signal
 import struct
 import sys
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
@@ -118,7 +120,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pipe = io.FileIO(sys.stdin.fileno(), closefd=False)
     launch = decode_launch(_read(pipe, _LENGTH.unpack(_read(pipe, _LENGTH.size))[0]))
-    threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
+    folder = Path(launch.events.removeprefix("ipc://")).parent
+    threading.Thread(target=_end_with_parent, args=(pipe, folder), daemon=True).start()
     setup_logging(launch.log_level)
     context = zmq.Context()
     events = context.socket(zmq.PUSH)
@@ -130,17 +133,19 @@ def main() -> int:
     events.connect(launch.events)
     commands.connect(launch.commands)
     clock = StepClock()
-    threading.Thread(
+    heartbeat = threading.Thread(
         target=_beat, args=(context, launch.events, clock), name="heartbeat", daemon=True
-    ).start()
+    )
+    heartbeat.start()
     code = run(launch, commands, lambda event: events.send(encode(event)), clock)
     commands.close()
     events.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Waits for what is unsent, then ends without tearing down threads of torch and the heartbeat.
-    threading.Timer(2.5, os._exit, (code,)).start()
     clock.stop.set()
+    heartbeat.join(1)
+    # Waits for what is unsent, but not for ever; then ends without tearing down torch's threads.
+    threading.Timer(2.5, os._exit, (code,)).start()
     context.term()
     os._exit(code)
 
@@ -155,10 +160,11 @@ def _read(pipe: io.FileIO, size: int) -> bytes:
     return data
 
 
-def _end_with_parent(pipe: io.FileIO) -> None:
-    """Standard input ends when the API process does, however it ended."""
+def _end_with_parent(pipe: io.FileIO, folder: Path) -> None:
+    """Standard input ends when the API process does, however it ended; remove its endpoints."""
     while pipe.read(1):
         pass
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 

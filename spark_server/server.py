@@ -22,7 +22,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from engine.errors import ConfigError
-from engine.reserve.sizes import format_bytes
+from engine.reserve.ledger import LedgerTerm, MemoryLedger, TermKind
+from engine.reserve.preflight import Preflight
+from engine.reserve.table import ledger_table, preflight_table
 from spark_server.engine_client import ProcessEngineClient
 from spark_server.http_metrics import HttpMetrics
 from spark_server.logging import setup_logging
@@ -171,7 +173,7 @@ def _announce(
 ) -> None:
     """Say what the start took and where the server is."""
     if settings.logging.log_level in ("debug", "info"):
-        sys.stderr.write(f"\n{phase_table(client.phases)}\n\n{ledger_table(ready.ledger)}\n\n")
+        sys.stderr.write(f"\n{phase_table(client.phases)}\n\n{memory_table(ready.ledger)}\n\n")
     if client.starts > 1:
         logger.info("The engine is back")
         return
@@ -183,22 +185,29 @@ def _announce(
 
 def phase_table(phases: Sequence[tuple[str, float, str]]) -> str:
     """The phases of a start with their seconds, one a line."""
-    rows = [(name, f"{seconds:.2f}", detail) for name, seconds, detail in phases]
-    return _table(("phase", "seconds", ""), rows)
+    width = max((len(name) for name, _, _ in phases), default=0)
+    lines = [f"{'phase':{width}}  seconds"]
+    for name, seconds, detail in phases:
+        lines.append(f"{name:{width}}  {seconds:7.2f}  {detail}".rstrip())
+    return "\n".join(lines)
 
 
-def ledger_table(ledger: Mapping[str, Any]) -> str:
-    """What the engine reserved, one term a line and the total last."""
-    rows = [(t["name"], format_bytes(t["bytes"]), t["why"]) for t in ledger["terms"]]
-    total = format_bytes(sum(t["bytes"] for t in ledger["terms"]))
-    return _table(("memory", "reserved", ""), [*rows, ("total", total, "")])
+def memory_table(values: Mapping[str, Any]) -> str:
+    """The ledger of the engine process, as `spark plan` prints it.
 
-
-def _table(head: tuple[str, str, str], rows: Sequence[tuple[str, str, str]]) -> str:
-    """Three columns: a name, a number set right, and a remark."""
-    name = max(len(row[0]) for row in (head, *rows))
-    number = max(len(row[1]) for row in (head, *rows))
-    return "\n".join(f"{a:{name}}  {b:>{number}}  {c}".rstrip() for a, b, c in (head, *rows))
+    Args:
+        values: `as_dict()` of a MemoryLedger or of a Preflight, after the way through JSON.
+    """
+    terms = (
+        LedgerTerm(term["name"], term["bytes"], TermKind(term["kind"]), term["why"])
+        for term in values["terms"]
+    )
+    ledger = MemoryLedger(tuple(terms))
+    if "budget_bytes" not in values:
+        return ledger_table(ledger)
+    return preflight_table(
+        Preflight(ledger, values["kv_blocks"], values["budget_bytes"], values["free_bytes"])
+    )
 
 
 class _Server(uvicorn.Server):

@@ -489,7 +489,7 @@ def test_the_engine_ends_when_its_parent_is_killed() -> None:
         "async def main():\n"
         "    client = ProcessEngineClient(launch())\n"
         "    await client.start(); await client.ready()\n"
-        "    print(client.pid, flush=True)\n"
+        "    print(client.pid, client._link._folder, flush=True)\n"
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )
@@ -497,9 +497,12 @@ def test_the_engine_ends_when_its_parent_is_killed() -> None:
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=REPO
     ) as parent:
         assert parent.stdout is not None
-        engine_process = psutil.Process(int(parent.stdout.readline()))
+        pid, folder = parent.stdout.readline().split()
+        engine_process = psutil.Process(int(pid))
+        assert Path(folder).is_dir()
         parent.kill()
         assert engine_process.wait(5) is None or not engine_process.is_running()
+        assert not Path(folder).exists(), "the endpoints are removed too"
 
 
 def test_the_watcher_costs_little_per_delta() -> None:

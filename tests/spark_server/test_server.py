@@ -25,7 +25,10 @@ import pytest
 
 import spark_server
 from engine.errors import ConfigError
-from spark_server.server import bind, ledger_table, phase_table, url_of
+from engine.reserve.ledger import LedgerTerm, MemoryLedger, TermKind
+from engine.reserve.preflight import Preflight
+from engine.reserve.table import ledger_table, preflight_table
+from spark_server.server import bind, memory_table, phase_table, url_of
 
 pytestmark = pytest.mark.server
 REPO = Path(spark_server.__file__).parent.parent
@@ -119,7 +122,11 @@ def metric(url: str, name: str) -> float:
 def test_the_ready_line_the_tables_and_a_stream(model: str) -> None:
     with server(model) as running:
         assert re.search(r"Spark serves tiny on http://127\.0\.0\.1:\d+ after \d", running.text)
-        for words in (r"phase +seconds", r"weights +0\.02 +1000 bytes", r"activations +24 B +fake"):
+        for words in (
+            r"phase +seconds",
+            r"weights +0\.02 +1000 bytes",
+            r"activations +24 +24 B +estimate +fake",
+        ):
             assert re.search(words, running.text), running.text
         assert "max-seq-len auto is 4096, the model allows 8192" in running.text
         assert "dtype auto is float32" in running.text
@@ -334,11 +341,15 @@ def test_bind_explains_itself() -> None:
         bind("192.0.2.1", 0)
 
 
-def test_tables() -> None:
+def test_phase_table() -> None:
     assert phase_table([("a", 1.5, ""), ("weights", 0.25, "7 MB")]) == (
         "phase    seconds\na           1.50\nweights     0.25  7 MB"
     )
-    terms = [{"name": "kv", "bytes": 2048, "why": "2 blocks"}, {"name": "w", "bytes": 3, "why": ""}]
-    assert ledger_table({"terms": terms}) == (
-        "memory  reserved\nkv       2.0 KiB  2 blocks\nw            3 B\ntotal    2.0 KiB"
-    )
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_ledger_looks_as_in_plan_after_its_way_through_json(whole: bool) -> None:
+    ledger = MemoryLedger((LedgerTerm("kv", 2048, TermKind.EXACT, "2 blocks"),))
+    found = Preflight(ledger, kv_blocks=2, budget=4096, free=2048)
+    values = json.loads(json.dumps(found.as_dict() if whole else ledger.as_dict()))
+    assert memory_table(values) == (preflight_table(found) if whole else ledger_table(ledger))
