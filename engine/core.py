@@ -150,8 +150,7 @@ class EngineCore:
             self._count(plan, self._clock() - start)
         if self._masks is not None:
             self._close_masks(self._masks, deltas)
-        if not self.scheduler.has_work():
-            self.scheduler.check()
+        self.scheduler.check_idle()
         return deltas
 
     def stats(self) -> EngineStats:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from engine.sampling.shaping import (
     shape_logits,
     weights_of,
 )
-from engine.sampling.state import DrawKind, SamplingRow
+from engine.sampling.state import SamplingRow
 
 # Logits drawn from in one vector operation: small enough that the temporaries stay in the cache and
 # are not mapped anew each time (128 x 2048 on one core: 1.1 ms against 1.8 to 6 ms in one piece).
@@ -46,8 +45,8 @@ class SampledRows:
 class Sampler:
     """Draws tokens on the host; a row's result is the same, bit for bit, in any batch.
 
-    Plain greedy rows and plain temperature rows take one vector operation each; rows with bias,
-    penalties, filters or masks are shaped one by one.
+    Argmax and draws are vector operations over many rows; only rows with bias, penalties, filters
+    or masks are visited one by one.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -77,24 +76,26 @@ class Sampler:
         if not rows:
             return SampledRows([], {}, frozenset())
         allowed = allowed or {}
-        kinds = [_kind_at(row) for row in rows]
-        for index in allowed:
-            kinds[index] = DrawKind.SHAPED
-        wants_logprobs = [i for i, row in enumerate(rows) if row.state.wants_logprobs]
-        all_greedy = kinds.count(DrawKind.GREEDY) == len(rows)
-        if all_greedy and not wants_logprobs and logits.device.type != "cpu":
+        changed = [i for i, row in enumerate(rows) if _changes_logits(row) or i in allowed]
+        sampled = [i for i, row in enumerate(rows) if not row.state.greedy]
+        wanted = [i for i, row in enumerate(rows) if row.state.wants_logprobs]
+        if logits.device.type != "cpu" and not (changed or sampled or wanted):
             return _argmax_on_device(logits)
         host = logits.detach().to("cpu", torch.float32).contiguous().numpy()
         best = host.argmax(axis=1)
-        highest = host[np.arange(len(rows)), best]
         tokens: list[int] = best.tolist()
-        failed = set(np.flatnonzero(~np.isfinite(highest)).tolist())
-        if not all_greedy:
-            _draw_plain(host, rows, kinds, failed, tokens)
-        shaped = _draw_shaped(host, rows, kinds, allowed, failed, tokens)
+        failed = set(np.flatnonzero(~np.isfinite(host[np.arange(len(rows)), best])).tolist())
+        shaped: dict[int, Row] = {}
+        for index in changed:
+            if index not in failed:
+                shaped[index] = shape_logits(host[index], rows[index], allowed.get(index))
+                tokens[index] = int(shaped[index].argmax())
+                if not np.isfinite(shaped[index][tokens[index]]):
+                    failed.add(index)
+        _draw(host, shaped, rows, [i for i in sampled if i not in failed], tokens)
         logprobs = {
             i: logprobs_of(shaped.get(i, host[i]), tokens[i], rows[i].state.params.logprobs or 0)
-            for i in wants_logprobs
+            for i in wanted
             if i not in failed
         }
         return SampledRows(tokens, logprobs, frozenset(failed))
@@ -114,9 +115,8 @@ def accepted_burst(drafts: Sequence[int], targets: Sequence[int]) -> Sequence[in
     return targets[:kept]
 
 
-def _kind_at(row: SamplingRow) -> DrawKind:
-    state = row.state
-    return DrawKind.SHAPED if row.position < state.min_tokens else state.kind
+def _changes_logits(row: SamplingRow) -> bool:
+    return row.state.changes_logits or row.position < row.state.min_tokens
 
 
 def _argmax_on_device(logits: Tensor) -> SampledRows:
@@ -126,67 +126,32 @@ def _argmax_on_device(logits: Tensor) -> SampledRows:
     return SampledRows(best.tolist(), {}, frozenset(failed))
 
 
-def _draw_plain(
+def _draw(
     host: Row,
+    shaped: Mapping[int, Row],
     rows: Sequence[SamplingRow],
-    kinds: list[DrawKind],
-    failed: set[int],
+    indices: list[int],
     tokens: list[int],
 ) -> None:
-    """Draw all plain temperature rows in vector operations."""
-    plain = [i for i, k in enumerate(kinds) if k is DrawKind.TEMPERATURE and i not in failed]
-    if not plain:
+    """Draw the rows at `indices` from their shaped or plain logits into `tokens`."""
+    if not indices:
         return
-    temperatures, u = _temperatures(rows, plain), _uniforms(rows, plain)
-    step = max(1, _CHUNK_ELEMENTS // host.shape[1])
-    for start in range(0, len(plain), step):
-        part = slice(start, start + step)
-        weights = weights_of(host[plain[part]], temperatures[part])
-        for index, token in zip(plain[part], inverse_cdf(weights, u[part]).tolist(), strict=True):
-            tokens[index] = token
-
-
-def _draw_shaped(
-    host: Row,
-    rows: Sequence[SamplingRow],
-    kinds: list[DrawKind],
-    allowed: Mapping[int, TokenMask],
-    failed: set[int],
-    tokens: list[int],
-) -> dict[int, Row]:
-    """Shape and filter rows one by one, then draw; returns their shaped logits."""
-    shaped: dict[int, Row] = {}
-    sampled: list[int] = []
-    for index, kind in enumerate(kinds):
-        if kind is not DrawKind.SHAPED or index in failed:
-            continue
-        row = rows[index]
-        logits = shape_logits(host[index], row, allowed.get(index))
-        shaped[index] = logits
-        best = int(logits.argmax())
-        if not np.isfinite(logits[best]):
-            failed.add(index)
-        elif row.state.greedy:
-            tokens[index] = best
-        else:
-            sampled.append(index)
-    if sampled:
-        logits = np.stack([shaped[i] for i in sampled])
-        weights = weights_of(logits, _temperatures(rows, sampled))
-        for index, own in zip(sampled, weights, strict=True):
-            filter_weights(own, shaped[index], rows[index])
-        drawn = inverse_cdf(weights, _uniforms(rows, sampled)).tolist()
-        for index, token in zip(sampled, drawn, strict=True):
-            tokens[index] = token
-    return shaped
-
-
-def _temperatures(rows: Sequence[SamplingRow], indices: list[int]) -> Row:
-    return np.array([rows[i].state.params.temperature for i in indices], np.float32)
-
-
-def _uniforms(rows: Sequence[SamplingRow], indices: list[int]) -> npt.NDArray[np.float64]:
-    return uniforms(
-        np.array([rows[i].state.params.seed for i in indices], np.uint64),
+    params = [rows[i].state.params for i in indices]
+    temperatures = np.array([p.temperature for p in params], np.float32)
+    u = uniforms(
+        np.array([p.seed for p in params], np.uint64),
         np.array([rows[i].position for i in indices], np.uint64),
     )
+    step = max(1, _CHUNK_ELEMENTS // host.shape[1])
+    for start in range(0, len(indices), step):
+        part = slice(start, start + step)
+        logits = host[indices[part]]
+        for own, index in zip(logits, indices[part], strict=True):
+            if index in shaped:
+                own[:] = shaped[index]
+        weights = weights_of(logits, temperatures[part])
+        for number, index in enumerate(indices[part]):
+            if rows[index].state.filtered:
+                filter_weights(weights[number], logits[number], rows[index])
+        for index, token in zip(indices[part], inverse_cdf(weights, u[part]).tolist(), strict=True):
+            tokens[index] = token

@@ -87,7 +87,7 @@ def filter_weights(weights: Row, logits: Row, row: SamplingRow) -> None:
 def _keep_top_k(weights: Row, logits: Row, k: int) -> None:
     smallest = np.partition(logits, logits.size - k)[logits.size - k]
     keep = logits > smallest
-    ties = np.flatnonzero(logits == smallest)
+    ties = (logits == smallest).nonzero()[0]
     keep[ties[: k - np.count_nonzero(keep)]] = True
     weights[~keep] = 0.0
 
@@ -97,14 +97,13 @@ def _keep_top_p(weights: Row, top_p: float) -> None:
     # All weights below this share sum to less than the 1 - p that may be dropped, so that only the
     # few above it need sorting.
     share = (1.0 - top_p) * total / weights.size
-    candidates = np.flatnonzero(weights >= share)
-    order = candidates[np.argsort(-weights[candidates], kind="stable")]
-    mass = np.cumsum(weights[order], dtype=np.float64)
-    count = int(np.searchsorted(mass, top_p * total)) + 1
-    kept = order[:count]
-    values = weights[kept]
-    weights[:] = 0.0
-    weights[kept] = values
+    candidates = (weights >= share).nonzero()[0]
+    values = weights[candidates]
+    order = np.argsort(-values, kind="stable")
+    mass = values[order].cumsum(dtype=np.float64)
+    kept = order[: int(mass.searchsorted(top_p * total)) + 1]
+    weights.fill(0.0)
+    weights[candidates[kept]] = values[kept]
 
 
 def logprobs_of(logits: Row, token: int, count: int) -> TokenLogprobs:
@@ -119,7 +118,7 @@ def logprobs_of(logits: Row, token: int, count: int) -> TokenLogprobs:
     if count > 0:
         count = min(count, exact.size)
         smallest = np.partition(logits, logits.size - count)[logits.size - count]
-        best = np.flatnonzero(logits >= smallest)
+        best = (logits >= smallest).nonzero()[0]
         best = best[np.argsort(-logits[best], kind="stable")][:count]
         top = tuple((int(i), float(exact[i])) for i in best if np.isfinite(exact[i]))
     return TokenLogprobs(float(exact[token]), top)

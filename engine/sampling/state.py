@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -14,18 +13,6 @@ from engine.request import SamplingParams
 # Below this a draw cannot be told from argmax: tokens 0.01 apart in logits have odds e^-10. Such
 # requests are sampled greedily, so that 1e-4 and 1e-6 neither overflow nor differ from greedy text.
 GREEDY_BELOW = 1e-3
-
-
-class DrawKind(Enum):
-    """How a row's token is drawn.
-
-    GREEDY and TEMPERATURE leave the logits as they are, so rows of many sequences are drawn in one
-    vector operation; SHAPED rows change or filter them and go one by one.
-    """
-
-    GREEDY = "greedy"
-    TEMPERATURE = "temperature"
-    SHAPED = "shaped"
 
 
 class SamplingState:
@@ -39,15 +26,22 @@ class SamplingState:
         prompt: the prompt's token ids.
         generated: the list that the sequence appends its tokens to.
         stop_ids: ids that end the sequence; masked while fewer than min_tokens are generated.
+
+    Attributes:
+        greedy: the most likely token is taken, without a draw.
+        filtered: top_k, top_p or min_p may drop tokens from a draw.
+        penalised: the logits depend on the tokens so far.
+        changes_logits: bias or penalties change the logits.
     """
 
     __slots__ = (
         "_counted",
         "_counts",
         "_in_prompt",
+        "changes_logits",
+        "filtered",
         "generated",
         "greedy",
-        "kind",
         "min_tokens",
         "params",
         "penalised",
@@ -73,11 +67,8 @@ class SamplingState:
             or params.frequency_penalty != 0.0
             or params.repetition_penalty != 1.0
         )
-        filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-        if params.logit_bias or self.penalised or (filtered and not self.greedy):
-            self.kind = DrawKind.SHAPED
-        else:
-            self.kind = DrawKind.GREEDY if self.greedy else DrawKind.TEMPERATURE
+        self.changes_logits = bool(params.logit_bias) or self.penalised
+        self.filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self.min_tokens = params.min_tokens if stop_ids else 0
         self.wants_logprobs = params.logprobs is not None
         self._counts: npt.NDArray[np.int32] | None = None

@@ -1,7 +1,8 @@
 """Which rows run in each step, and who holds which slot and KV blocks. Knows no tensors."""
 
+from engine.scheduler.admission import MAX_BYPASSES
 from engine.scheduler.plan import StepKind, StepOutcome, StepPlan
-from engine.scheduler.scheduler import MAX_BYPASSES, Scheduler
+from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Phase, Sequence
 
 __all__ = [

@@ -5,6 +5,7 @@ Knows no tensors, no logits and no text; it is driven by one thread, one plan an
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
@@ -14,18 +15,14 @@ from engine.config import GRID, EngineConfig
 from engine.errors import ConfigError, InvariantError, RequestError
 from engine.request import FinishReason, GenerationRequest, TokenDelta, TokenLogprobs
 from engine.runner import RowPhase, Segment
+from engine.scheduler.admission import Admission
 from engine.scheduler.holdings import Holdings, SlotMover
 from engine.scheduler.plan import StepOutcome, StepPlan
 from engine.scheduler.queue import WaitingQueue
 from engine.scheduler.segments import build_plan
 from engine.scheduler.sequence import Phase, Sequence
 
-# How often later requests may be admitted past one that does not fit yet. After that admission
-# waits for it, so a large request waits at most for this many small ones beside what runs already.
-MAX_BYPASSES = 16
-
-# KV blocks that must stay free at an admission, so that it does not preempt at the very next step.
-ADMISSION_HEADROOM_BLOCKS = 1
+logger = logging.getLogger(__name__)
 
 _by_key = attrgetter("key")
 
@@ -34,10 +31,12 @@ class Scheduler:
     """Continuous batching with chunked prefill, priorities and exact preemption.
 
     Order is (priority, arrival). Every decoding sequence has its rows in every step; prompt and
-    replay rows share `max_prefill_tokens` a step in that order. When KV runs out, the last running
-    sequence in that order gives up everything and queues again; the first one is never preempted,
-    so the engine as a whole always gets on. A steady stream of more urgent requests can keep a
-    less urgent one waiting: that is what priorities are for.
+    replay rows share `max_prefill_tokens` a step in that order. So the gap between two tokens of a
+    running stream is at most one step with that many prompt rows, whatever arrives.
+
+    When KV runs out, the last running sequence in that order gives up everything and queues again;
+    the first one is never preempted, so the engine as a whole always gets on. A steady stream of
+    more urgent requests can keep a less urgent one waiting: that is what priorities are for.
 
     Args:
         config: sizes and limits; max_prefill_tokens must be a multiple of GRID.
@@ -63,6 +62,9 @@ class Scheduler:
             )
         self.holdings = Holdings(config.max_batch_size, kv_blocks, move_slot)
         self.waiting = WaitingQueue(config.max_waiting)
+        self._admission = Admission(
+            self.holdings, self.waiting, config.max_prefill_tokens, clock=clock
+        )
         self.preemptions = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
@@ -154,6 +156,12 @@ class Scheduler:
         sequence.phase = Phase.WAITING
         sequence.preemptions += 1
         self.preemptions += 1
+        logger.debug(
+            "Preempted request %d after %d tokens, %d wait",
+            sequence.request_id,
+            len(sequence.generated),
+            len(self.waiting) + 1,
+        )
         self.waiting.join(sequence, self._clock())
 
     def has_work(self) -> bool:
@@ -179,6 +187,16 @@ class Scheduler:
         if known != len(self._sequences):
             raise InvariantError(f"{len(self._sequences)} requests are known, {known} are placed")
 
+    def check_idle(self) -> None:
+        """Check that nothing is held when no request is left; costs nothing, unlike `check`.
+
+        Raises:
+            InvariantError: a slot or a block leaked.
+        """
+        slots, blocks = self.holdings.slots.used, self.holdings.blocks.used
+        if not self._sequences and (slots or blocks):
+            raise InvariantError(f"no request is left, yet {slots} slots, {blocks} KV blocks held")
+
     # ---- plan ----------------------------------------------------------------------------
 
     def plan(self) -> StepPlan:
@@ -194,7 +212,7 @@ class Scheduler:
             (s for s in self.holdings.running() if s.phase is not Phase.DECODE), key=_by_key
         )
         # After a preemption nobody is admitted for a step, or the freed blocks would go round.
-        admitted = [] if preempted else self._admit(prefilling)
+        admitted = [] if preempted else self._admission.admit(prefilling)
         if admitted:
             prefilling = sorted(prefilling + admitted, key=_by_key)
         plan = build_plan(
@@ -236,51 +254,6 @@ class Scheduler:
             if self.holdings.grow(sequence, sequence.computed + 1 + len(sequence.drafts)):
                 return
             self.preempt(max(self.holdings.running(), key=_by_key))
-
-    def _admit(self, prefilling: list[Sequence]) -> list[Sequence]:
-        """Take waiting sequences that fit while the row budget would reach them.
-
-        `prefilling` is sorted by key; the result is too.
-        """
-        admitted: list[Sequence] = []
-        passed_over: list[Sequence] = []
-        ahead, next_running = 0, 0
-        for sequence in self.waiting.window():
-            if self.holdings.slots.free == 0 or self.holdings.blocks.free_count == 0:
-                break
-            while next_running < len(prefilling) and prefilling[next_running].key < sequence.key:
-                ahead += prefilling[next_running].uncomputed
-                next_running += 1
-            rows = sequence.rows_to_resume
-            if self._config.max_prefill_tokens - ahead < min(rows, GRID):
-                break
-            if self._fits(sequence):
-                self._start(sequence)
-                admitted.append(sequence)
-                ahead += rows
-                for other in passed_over:
-                    other.bypassed += 1
-                if any(other.bypassed >= MAX_BYPASSES for other in passed_over):
-                    break
-            elif sequence.bypassed >= MAX_BYPASSES:
-                break
-            else:
-                passed_over.append(sequence)
-        return admitted
-
-    def _fits(self, sequence: Sequence) -> bool:
-        """Whether a slot and the blocks for all known tokens plus headroom are free."""
-        # No headroom beyond the longest output, or a request as large as the pool would never fit.
-        need = min(
-            sequence.blocks_to_admit() + ADMISSION_HEADROOM_BLOCKS, sequence.blocks_at_most()
-        )
-        return self.holdings.slots.free > 0 and self.holdings.blocks.free_count >= need
-
-    def _start(self, sequence: Sequence) -> None:
-        """Admit a waiting sequence: it takes a slot and blocks and starts with its prompt."""
-        self.waiting.admitted(sequence, self._clock())
-        self.holdings.take(sequence, sequence.blocks_to_admit())
-        sequence.phase = Phase.PREFILL
 
     # ---- commit --------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.errors import EngineUnavailableError, QueueFullError, RequestError
+from engine.errors import EngineUnavailableError, InvariantError, QueueFullError, RequestError
 from engine.request import FinishReason, GenerationRequest, TokenDelta
 from engine.runner import ForwardResult, Segment
 from engine.sampling.shaping import TokenMask
@@ -233,6 +233,14 @@ def test_abort_ends_with_one_last_delta_and_frees_at_once() -> None:
     ]
     assert not engine.core.has_work()
     assert engine.core.stats().steps == 1
+
+
+def test_a_leak_is_noticed_when_the_engine_falls_idle() -> None:
+    engine = Engine()
+    engine.core.add(request(1, prompt(4), 2))
+    assert engine.core.scheduler.holdings.blocks.allocate(1) is not None
+    with pytest.raises(InvariantError, match="0 slots, 1 KV blocks"):
+        engine.finish()
 
 
 def test_draining_refuses_new_requests_and_finishes_old_ones() -> None:
