@@ -88,6 +88,11 @@ def rotary_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
+def rotary_bytes(config: ModelConfig, length: int) -> int:
+    """Bytes of both tables of rotary_tables."""
+    return 2 * length * (config.rotary_dim // 2) * 4
+
+
 def gdn_mixer(weights: GdnWeights, config: ModelConfig, state: GdnState, ops: Ops) -> GdnMixer:
     """Pack one GDN layer."""
     params = GdnParams(

@@ -1,0 +1,168 @@
+"""From a configuration to a running engine: preflight, pools, weights, warm-up, and the account.
+
+Everything is sized by the preflight before a weight byte is read, and checked against it after.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from engine.config import GRID, EngineConfig
+from engine.core import EngineCore
+from engine.errors import ConfigError
+from engine.model.hybrid import HybridModel
+from engine.model.layers import rotary_bytes
+from engine.model.load import load_network
+from engine.pools.kv import KvPool
+from engine.pools.shapes import kv_pool_shapes, state_pool_shapes
+from engine.pools.state import SsmStatePool
+from engine.reserve.parameters import resident_bytes
+from engine.reserve.plan import checkpoint_tensors
+from engine.reserve.preflight import Preflight, preflight_reserve
+from engine.reserve.terms import allocated_terms
+from engine.runner import RowPhase, Segment
+from engine.weights.loader import Progress as WeightProgress
+from engine.weights.model_config import ModelConfig, load_config
+from kernels.ops import Ops, cpu_ops, naive_ops
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class PhaseDone(Protocol):
+    """Called after every phase of the start."""
+
+    def __call__(self, phase: str, seconds: float, detail: str = "") -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltInfo:
+    """What the API must know: vocabulary with padding, end ids, and the chosen operators."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    kernels: str
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """A loaded engine, ready to step."""
+
+    core: EngineCore
+    info: BuiltInfo
+    ledger: Preflight
+
+
+def build_engine(
+    config: EngineConfig,
+    progress: PhaseDone,
+    weight_progress: WeightProgress | None = None,
+) -> BuiltEngine:
+    """Build the engine of `config`, whose device, dtype and memory budget are resolved.
+
+    Raises:
+        ConfigError, DoesNotFitError: the settings cannot work; nothing was loaded.
+        ModelFormatError: the checkpoint cannot be served.
+        InvariantError: the pools take other bytes than the preflight reserved.
+    """
+    phase = _Phases(progress)
+    folder = Path(config.model_dir)
+    model_config = load_config(folder)
+    ops = choose_ops(config)
+    found = _preflight(folder, model_config, config)
+    phase.done("preflight", f"{found.kv_blocks} KV blocks of {GRID} tokens")
+
+    device = torch.device(config.device)
+    dtype = DTYPES[config.dtype]
+    states = SsmStatePool(state_pool_shapes(model_config, config.max_batch_size), device)
+    kv = KvPool(kv_pool_shapes(model_config, found.kv_blocks, with_mtp=False), dtype, device)
+    found.ledger.check_allocated(
+        allocated_terms(
+            config,
+            state_bytes=states.nbytes,
+            ring_bytes=0,
+            ring_slots=0,
+            kv_bytes=kv.nbytes,
+            kv_blocks=found.kv_blocks,
+            rotary_bytes=rotary_bytes(model_config, config.max_seq_len),
+        )
+    )
+    phase.done("pools", f"state {states.nbytes} bytes, KV {kv.nbytes} bytes")
+
+    network = load_network(
+        folder,
+        model_config,
+        states,
+        kv,
+        ops,
+        config.max_seq_len,
+        with_mtp=False,
+        progress=weight_progress,
+    )
+    phase.done("weights", f"operators {ops.name}, head {getattr(network.lm_head, 'form', '?')}")
+    threads = config.threads or torch.get_num_threads()
+    model = HybridModel(model_config, network, states, kv, ops, dtype, threads)
+    warm_up(model, config)
+    phase.done("warm-up", f"{threads} threads")
+    eos = model_config.eos_token_ids
+    core = EngineCore(config, model, kv_blocks=found.kv_blocks, eos_ids=frozenset(eos))
+    return BuiltEngine(core, BuiltInfo(model_config.vocab_size, eos, ops.name), found)
+
+
+def choose_ops(config: EngineConfig) -> Ops:
+    """The operators for the device; `auto` takes the fast form of a CPU and plain torch elsewhere.
+
+    Raises:
+        ConfigError: the asked-for form does not run on this device or in this dtype.
+    """
+    wanted = config.kernels
+    if wanted == "auto":
+        wanted = "cpu" if config.device == "cpu" and config.dtype == "float32" else "naive"
+    if wanted == "naive":
+        return naive_ops(DTYPES[config.dtype])
+    if config.device != "cpu" or config.dtype != "float32":
+        raise ConfigError(
+            f"--kernels cpu runs float32 on a CPU, not {config.dtype} on {config.device}; "
+            "use --kernels naive or --dtype float32 --device cpu"
+        )
+    return cpu_ops()
+
+
+def warm_up(model: HybridModel, config: EngineConfig) -> None:
+    """Run every kernel once, narrow and wide, so that no request waits for a compilation."""
+    dummy_slot = config.max_batch_size
+    dummy = model.kv.dummy_block
+    rows = min(GRID, config.max_seq_len - 1)
+    prompt = Segment(dummy_slot, 0, (0,) * rows, RowPhase.PREFILL, rows, (dummy,), 1)
+    token = Segment(dummy_slot, rows, (0,), RowPhase.DECODE, 1, (dummy, dummy), 1)
+    model.forward([prompt])
+    model.forward([token])
+
+
+def _preflight(folder: Path, model: ModelConfig, config: EngineConfig) -> Preflight:
+    if config.memory_budget is None:
+        raise ConfigError("the memory budget is not resolved")
+    weights = resident_bytes(checkpoint_tensors(folder, model), model, config, with_mtp=False)
+    return preflight_reserve(model, config, budget=config.memory_budget, weights_bytes=weights)
+
+
+class _Phases:
+    """Seconds between one phase and the next."""
+
+    def __init__(self, progress: PhaseDone) -> None:
+        self._progress = progress
+        self._clock: Callable[[], float] = time.perf_counter
+        self._began = self._clock()
+
+    def done(self, phase: str, detail: str) -> None:
+        now = self._clock()
+        self._progress(phase, now - self._began, detail)
+        self._began = now
