@@ -128,7 +128,11 @@ def json_object(rng: Random) -> Exchange:
 
 def echo(rng: Random) -> Exchange:
     """Repeat words exactly."""
-    words = [rng.choice(world.WORDS) for _ in range(rng.randint(1, 7))]
+    pool = world.WORDS + world.NAMES + world.CITIES
+    longest = rng.choice([4, 8, 16])
+    words = [rng.choice(pool) for _ in range(rng.randint(1, longest))]
+    if rng.random() < 0.3:
+        words[rng.randrange(len(words))] = world.made_up(rng, capital=rng.random() < 0.5)
     if rng.random() < 0.3:
         words.insert(rng.randint(0, len(words)), str(rng.randint(0, 999)))
     text = " ".join(words)

@@ -33,17 +33,17 @@ class Document:
 
 
 _MIX = {
-    "prose": 20,
+    "prose": 16,
     "raw": 12,
-    "fact": 15,
-    "arithmetic": 9,
+    "fact": 17,
+    "arithmetic": 10,
     "list": 5,
     "json": 5,
     "talk": 4,
     "unknown": 2,
-    "echo": 6,
+    "echo": 12,
     "multi": 9,
-    "tool": 18,
+    "tool": 12,
 }
 _SINGLE = {
     "prose": chats.prose,
@@ -219,7 +219,17 @@ def _raw(rng: Random) -> str:
     """Text without chat turns, for plain completions."""
     kind = rng.choice(
         ["story"] * 6
-        + ["alphabet", "count", "calendar", "facts", "facts", "sums", "sums", "portrait"]
+        + [
+            "alphabet",
+            "count",
+            "calendar",
+            "facts",
+            "facts",
+            "sums",
+            "sums",
+            "portrait",
+            *["again"] * 4,
+        ]
     )
     if kind == "story":
         return stories.story(rng)
@@ -236,6 +246,9 @@ def _raw(rng: Random) -> str:
         return rng.choice([", ", "\n", " "]).join(
             rng.choice([world.DAYS, world.MONTHS, world.NUMBERS[1:13]])
         )
+    if kind == "again":
+        words = [rng.choice(world.WORDS + world.NAMES) for _ in range(rng.randint(2, 12))]
+        return rng.choice([" ", "\n", ", ", ". "]).join([" ".join(words)] * rng.randint(2, 4))
     if kind == "sums":
         return "\n".join(facts.arithmetic(rng).assistant for _ in range(rng.randint(3, 9)))
     if kind == "portrait":

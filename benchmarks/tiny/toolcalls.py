@@ -299,7 +299,7 @@ def two_cities(rng: Random) -> tuple[ToolUse, ToolUse]:
 def toolbox(rng: Random, *needed: Tool) -> list[Tool]:
     """The needed tools and zero to two others, shuffled; names are unique."""
     tools = {t["function"]["name"]: t for t in needed}
-    for _ in range(rng.choice([0, 0, 1, 1, 2])):
+    for _ in range(rng.choice([0, 0, 0, 1, 1, 2])):
         other = tool_use(rng).tool
         tools.setdefault(other["function"]["name"], other)
     box = list(tools.values())

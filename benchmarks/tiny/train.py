@@ -25,8 +25,11 @@ from benchmarks.tiny import model as network
 DEPTHS = 3
 DEPTH_WEIGHTS = (1.0, 0.6, 0.4)
 #: Rows and tokens a row of a short and a long batch; multiples of 64, the chunk of the delta rule.
-SHORT, LONG = (11, 384), (5, 832)
-LONG_EVERY, MTP_ROWS = 6, {SHORT: 4, LONG: 2}
+SHORT, LONG = (5, 384), (2, 832)
+#: The MTP head learns in every fourth step, and in every step of the final decay.
+MTP_EVERY = 4
+MUON_FACTOR = 1.6
+LONG_EVERY, MTP_ROWS = 6, {SHORT: 2, LONG: 1}
 
 
 @dataclass
@@ -47,6 +50,10 @@ class Schedule:
     def __init__(self, peak: float, budget_s: float, decay_s: float, warmup: int = 150) -> None:
         self.peak, self.budget_s, self.decay_s, self.warmup = peak, budget_s, decay_s, warmup
 
+    def decaying(self, p: Progress) -> bool:
+        """Whether the final decay has begun."""
+        return p.cpu_s >= (p.decay_from_s or self.budget_s - self.decay_s)
+
     def rate(self, p: Progress) -> float:
         """The learning rate for the next step; zero or less means that training is over."""
         start = p.decay_from_s or self.budget_s - self.decay_s
@@ -61,12 +68,16 @@ class Trainer:
         self.out, self.work, self.seed = out, work, seed
         self.progress = Progress()
         self.stopped = False
+        self.mtp_now = [0.0] * DEPTHS
         self.trunk, self.mtp = network.make_trunk(seed), network.make_mtp(seed + 1)
-        params = [*self.trunk.parameters(), *self.mtp.parameters()]
-        groups = [{"params": [p for p in params if p.ndim == 2], "weight_decay": 0.05},
-                  {"params": [p for p in params if p.ndim != 2], "weight_decay": 0.0}]  # fmt: skip
-        self.params = params
-        self.optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
+        named = [*self.trunk.named_parameters(), *self.mtp.named_parameters()]
+        inner = [p for name, p in named if p.ndim == 2 and "embed" not in name]
+        outer = [p for name, p in named if p.ndim != 2 or "embed" in name]
+        # Muon needs fewer steps than AdamW alone; its update is scaled to the size of one of AdamW.
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(inner, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(outer, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        ]
         self.encoder = data.Encoder(tokenizer.load(out))
 
     def open_data(self) -> None:
@@ -78,7 +89,7 @@ class Trainer:
             for i, shape in enumerate((SHORT, LONG))
         }
 
-    def step(self, rate: float) -> tuple[float, list[float]]:
+    def step(self, rate: float, with_mtp: bool = True) -> tuple[float, list[float]]:
         """One optimizer step; returns the loss on assistant and raw text and the MTP losses."""
         shape = LONG if self.progress.step % LONG_EVERY == LONG_EVERY - 1 else SHORT
         ids, weights = data.batch(self.rows[shape], shape[0])
@@ -93,21 +104,33 @@ class Trainer:
         loss = (each * picked).sum() / picked.sum()
         place = torch.full(wanted.shape, -1)
         place[wanted] = torch.arange(logits.shape[0])
-        mtp_losses = self._mtp_losses(
-            ids, weights, hidden.detach(), head.detach(), logits.detach(), place, MTP_ROWS[shape]
-        )
-        total = loss + sum(w * x for w, x in zip(DEPTH_WEIGHTS, mtp_losses, strict=True))
-        self.optimizer.zero_grad(set_to_none=True)
-        total.backward()
+        if with_mtp:
+            losses = self._mtp_losses(
+                ids,
+                weights,
+                hidden.detach(),
+                head.detach(),
+                logits.detach(),
+                place,
+                MTP_ROWS[shape],
+            )
+            self.mtp_now = [x.item() for x in losses]
+            loss = loss + sum(w * x for w, x in zip(DEPTH_WEIGHTS, losses, strict=True))
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.trunk.parameters(), 1.0)
         torch.nn.utils.clip_grad_norm_(self.mtp.parameters(), 1.0)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * (
+                    MUON_FACTOR if isinstance(optimizer, torch.optim.Muon) else 1.0
+                )
+            optimizer.step()
         self.progress.step += 1
         self.progress.tokens += ids.numel()
         strong = picked > 0.5
-        return each.detach()[strong].mean().item(), [x.item() for x in mtp_losses]
+        return each.detach()[strong].mean().item(), self.mtp_now
 
     def _mtp_losses(
         self,
@@ -139,7 +162,7 @@ class Trainer:
     def save(self) -> None:
         """The resumable state, the export and the loss plot; every file is replaced whole."""
         state = {"trunk": self.trunk.state_dict(), "mtp": self.mtp.state_dict(),
-                 "optimizer": self.optimizer.state_dict(),
+                 "optimizers": [o.state_dict() for o in self.optimizers],
                  "progress": asdict(self.progress)}  # fmt: skip
         buffer = io.BytesIO()
         torch.save(state, buffer)
@@ -157,7 +180,8 @@ class Trainer:
         state = torch.load(self.work / "state.pt")
         self.trunk.load_state_dict(state["trunk"])
         self.mtp.load_state_dict(state["mtp"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(stored)
         self.progress = Progress(**state["progress"])
 
 
@@ -166,7 +190,8 @@ def run(trainer: Trainer, schedule: Schedule, save_every_s: float) -> None:
     progress, report = trainer.progress, plot.Reporter(schedule.budget_s)
     base, saved, cpu_start = progress.cpu_s, time.monotonic(), time.process_time()
     while not trainer.stopped and (rate := schedule.rate(progress)) > 0:
-        loss, mtp_losses = trainer.step(rate)
+        with_mtp = progress.step % MTP_EVERY == 0 or schedule.decaying(progress)
+        loss, mtp_losses = trainer.step(rate, with_mtp)
         progress.cpu_s = base + time.process_time() - cpu_start
         if not progress.decay_from_s and (trainer.work / "decay").exists():
             progress.decay_from_s = progress.cpu_s
