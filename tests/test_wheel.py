@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import subprocess
 import sys
 import zipfile
@@ -9,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.load.processes import spawned_server
+from benchmarks.load.prompts import fetch_json
 from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,15 +61,24 @@ def test_the_wheel_carries_its_assets(wheel_folder: Path) -> None:
     assert not (wheel_folder / "tests").exists()
 
 
+@pytest.mark.server
 def test_the_wheel_serves_from_another_folder(wheel_folder: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys, spark_server; print(spark_server.__file__)\n"
-        "from spark_server.cli import serve_main\n"
-        "sys.argv = ['serve', '--help']; serve_main()"
-    )
-    out = run_python(code, tmp_path, PYTHONPATH=str(wheel_folder))
-    assert str(wheel_folder) in out
-    assert "--max-batch-size" in out
+    path = {"PYTHONPATH": str(wheel_folder)}
+    (module,) = run_python("import engine; print(engine.__file__)", tmp_path, **path).split()
+    assert module.startswith(str(wheel_folder))
+
+    async def chat() -> tuple[int, object]:
+        flags = ["--kernels", "naive", "--threads", "1"]
+        env = os.environ | path | {"PYTHONWARNINGS": "error"}
+        async with spawned_server(flags, env=env, cwd=tmp_path) as (target, _):
+            body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8}
+            return await fetch_json(target, "/v1/chat/completions", body)
+
+    status, answer = asyncio.run(chat())
+    assert status == 200
+    assert isinstance(answer, dict)
+    assert answer["model"] == "spark-tiny"
+    assert answer["usage"]["completion_tokens"] > 0
 
 
 def test_transformers_imports_beside_the_wheel(wheel_folder: Path, tmp_path: Path) -> None:

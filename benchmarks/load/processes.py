@@ -13,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -82,7 +83,11 @@ class ServerStartError(Exception):
 
 @asynccontextmanager
 async def spawned_server(
-    flags: Sequence[str], api_key: str | None = None
+    flags: Sequence[str],
+    api_key: str | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> AsyncIterator[tuple[Target, int]]:
     """Run `serve` with `flags` on a free port until the block ends; gives target and pid.
 
@@ -90,18 +95,15 @@ async def spawned_server(
         ServerStartError: it ended before it was ready, or took longer than START_TIMEOUT.
     """
     target = Target("127.0.0.1", free_port(), api_key=api_key)
-    command = [
-        sys.executable,
-        "-m",
-        "spark_server.cli",
-        "serve",
-        *flags,
-        "--port",
-        str(target.port),
-    ]
+    command = [sys.executable, "-m", "spark_server.cli", "serve", *flags]
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            [*command, "--port", str(target.port)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=env,
+            cwd=cwd,
         )
         try:
             await _wait_ready(server, target, log.fileno())
