@@ -136,13 +136,15 @@ def parse_config(
     family = _family(config, text)
     reader = _Reader(text)
     head_dim = reader.integer("head_dim")
-    rope = _rope(text)
-    experts = reader.integer("num_experts", 0) if family is not Family.QWEN3_5 else 0
+    rope = _Reader(_rope(text))
+    experts = reader.integer("num_experts", 0, low=0) if family is not Family.QWEN3_5 else 0
     parsed = ModelConfig(
         family=family,
         vocab_size=reader.integer("vocab_size"),
         hidden_size=reader.integer("hidden_size"),
-        intermediate_size=reader.integer("intermediate_size", None if experts == 0 else 0),
+        intermediate_size=reader.integer(
+            "intermediate_size", 0 if experts else None, low=0 if experts else 1
+        ),
         num_attention_heads=reader.integer("num_attention_heads"),
         num_key_value_heads=reader.integer("num_key_value_heads"),
         head_dim=head_dim,
@@ -151,11 +153,11 @@ def parse_config(
         linear_key_head_dim=reader.integer("linear_key_head_dim"),
         linear_value_head_dim=reader.integer("linear_value_head_dim"),
         linear_conv_kernel_dim=reader.integer("linear_conv_kernel_dim", 4),
-        layer_kinds=_layer_kinds(text, reader.integer("num_hidden_layers")),
+        layer_kinds=_layer_kinds(reader, text.get("layer_types")),
         max_position_embeddings=reader.integer("max_position_embeddings", 32768),
-        rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta", 10000.0)),
-        rotary_dim=int(head_dim * float(rope.get("partial_rotary_factor", 0.25))),
+        rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
+        rope_theta=rope.number("rope_theta", 10000.0),
+        rotary_dim=_rotary_dim(head_dim, rope.number("partial_rotary_factor", 0.25)),
         tie_word_embeddings=bool(
             text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
         ),
@@ -167,11 +169,9 @@ def parse_config(
         ),
         # Qwen3.5 always divides by the sum; Qwen3-Next only when told to.
         norm_topk_prob=family is not Family.QWEN3_NEXT or bool(text.get("norm_topk_prob", True)),
-        mtp_layers=_mtp_layers(text, has_mtp),
+        mtp_layers=_mtp_layers(reader, has_mtp),
         eos_token_ids=_end_ids(generation or {}, text, config),
-        dtype=str(
-            text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "bfloat16"
-        ),
+        dtype=_stored_dtype(text, config),
     )
     _check(parsed, text)
     return parsed
@@ -187,6 +187,11 @@ def _family(config: Mapping[str, Any], text: Mapping[str, Any]) -> Family:
     raise ModelFormatError(f"config.json: model_type {named!r} is not served; served are {known}")
 
 
+def _stored_dtype(*sources: Mapping[str, Any]) -> str:
+    named = (source.get(key) for source in sources for key in ("dtype", "torch_dtype"))
+    return next((str(name) for name in named if name), "bfloat16")
+
+
 def _rope(text: Mapping[str, Any]) -> Mapping[str, Any]:
     """rope_parameters, or the older keys beside each other at the top level."""
     rope = text.get("rope_parameters")
@@ -196,6 +201,8 @@ def _rope(text: Mapping[str, Any]) -> Mapping[str, Any]:
         merged.update(rope)
     else:
         scaling = text.get("rope_scaling") or {}
+        if not isinstance(scaling, Mapping):
+            raise ModelFormatError(f"config.json: rope_scaling is {scaling!r}, not an object")
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         merged = {k: text[k] for k in ("rope_theta", "partial_rotary_factor") if k in text}
     if kind not in ("default", "mrope"):
@@ -203,13 +210,25 @@ def _rope(text: Mapping[str, Any]) -> Mapping[str, Any]:
     return merged
 
 
-def _layer_kinds(text: Mapping[str, Any], layers: int) -> tuple[LayerKind, ...]:
-    named = text.get("layer_types")
+def _rotary_dim(head_dim: int, factor: float) -> int:
+    rotary = int(head_dim * factor)
+    if factor > 1 or rotary < 2 or rotary % 2:
+        raise ModelFormatError(
+            f"config.json: partial_rotary_factor is {factor:g}, of head_dim {head_dim} that is "
+            f"{rotary}; a positive even number of at most {head_dim} dims can rotate"
+        )
+    return rotary
+
+
+def _layer_kinds(reader: _Reader, named: Any) -> tuple[LayerKind, ...]:
+    layers = reader.integer("num_hidden_layers")
     if named is None:
-        interval = int(text.get("full_attention_interval") or 4)
+        interval = reader.integer("full_attention_interval", 4)
         return tuple(
             LayerKind.FULL if (i + 1) % interval == 0 else LayerKind.LINEAR for i in range(layers)
         )
+    if not isinstance(named, list):
+        raise ModelFormatError(f"config.json: layer_types is {named!r}, not a list")
     if len(named) != layers:
         raise ModelFormatError(
             f"config.json: layer_types has {len(named)} entries, num_hidden_layers is {layers}"
@@ -220,12 +239,12 @@ def _layer_kinds(text: Mapping[str, Any], layers: int) -> tuple[LayerKind, ...]:
         raise ModelFormatError(f"config.json: layer_types: {error}") from error
 
 
-def _mtp_layers(text: Mapping[str, Any], has_mtp: bool) -> int:
+def _mtp_layers(reader: _Reader, has_mtp: bool) -> int:
     for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers"):
-        if text.get(key) is not None:
-            layers = int(text[key])
-            if layers not in (0, 1):
-                raise ModelFormatError(f"config.json: {key} is {layers}; 0 or 1 is served")
+        layers = reader.integer(key, -1, low=0)
+        if layers > 1:
+            raise ModelFormatError(f"config.json: {key} is {layers}; 0 or 1 is served")
+        if layers >= 0:
             return layers
     return int(has_mtp)
 
@@ -235,7 +254,7 @@ def _end_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
     for source in sources:
         value = source.get("eos_token_id")
         for token in value if isinstance(value, list) else [value]:
-            if isinstance(token, int) and token not in found:
+            if type(token) is int and token not in found:
                 found.append(token)
     return tuple(found)
 
@@ -249,31 +268,48 @@ def _check(config: ModelConfig, text: Mapping[str, Any]) -> None:
         raise ModelFormatError("config.json: models that mix dense and MoE layers are not served")
     if text.get("quantization_config"):
         raise ModelFormatError("config.json: quantised checkpoints are not served")
+    if config.num_experts_per_tok > config.num_experts:
+        raise ModelFormatError(
+            f"config.json: num_experts_per_tok is {config.num_experts_per_tok} and num_experts "
+            f"is {config.num_experts}"
+        )
     for many, few, what in (
         (config.num_attention_heads, config.num_key_value_heads, "attention heads"),
         (config.linear_num_value_heads, config.linear_num_key_heads, "linear value heads"),
     ):
-        if few < 1 or many % few:
+        if many % few:
             raise ModelFormatError(
                 f"config.json: {many} {what} cannot share {few} key heads evenly"
             )
 
 
 class _Reader:
-    """Integers of a config section, with the key named when one is missing or is none."""
+    """Numbers of a config section, with the key named when one is missing or is none."""
 
-    def __init__(self, text: Mapping[str, Any]) -> None:
-        self._text = text
+    def __init__(self, section: Mapping[str, Any]) -> None:
+        self._section = section
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self._text.get(key)
+    def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
+        """A whole number of at least `low`; the default itself may be lower."""
+        value = self._section.get(key)
         if value is None:
-            value = default
-        if value is None:
-            raise ModelFormatError(f"config.json: {key} is missing")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ModelFormatError(f"config.json: {key} is {value!r}, not a whole number")
+            if default is None:
+                raise ModelFormatError(f"config.json: {key} is missing")
+            return default
+        if type(value) is not int or value < low:
+            raise ModelFormatError(
+                f"config.json: {key} is {value!r}, not a whole number of at least {low}"
+            )
         return value
+
+    def number(self, key: str, default: float) -> float:
+        """A finite number above 0."""
+        value = self._section.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
+            raise ModelFormatError(f"config.json: {key} is {value!r}, not a number above 0")
+        return float(value)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -281,7 +317,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelFormatError(f"{path} does not exist; is this a model folder?") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelFormatError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise ModelFormatError(f"{path} holds no JSON object")
