@@ -132,3 +132,31 @@ def test_every_engine_module_loads_without_the_server_packages(tmp_path: Path) -
     ]
     load = f"import importlib\nfor name in {names!r}: importlib.import_module(name)\nprint('ok')"
     assert run_python(BLOCKER + load, tmp_path).strip() == "ok"
+
+
+DECODE = """
+import sys
+from pathlib import Path
+import torch
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.request import GenerationRequest, SamplingParams
+torch.set_num_threads(1)
+config = EngineConfig(
+    model_dir=sys.argv[1], max_batch_size=2, max_seq_len=256, max_prefill_tokens=64,
+    memory_budget=2**30, threads=1, kernels="naive",
+)
+core = build_engine(config, lambda *args: None).core
+sampling = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+core.add(GenerationRequest(1, tuple(range(70)), sampling))
+tokens = []
+while core.has_work():
+    tokens += [token for delta in core.step() for token in delta.token_ids]
+print(len(tokens))
+"""
+
+
+def test_the_engine_decodes_without_the_server_packages(tmp_path: Path) -> None:
+    model = ROOT / "spark_server" / "assets" / "spark-tiny"
+    code = f"{BLOCKER}sys.argv = ['test', {str(model)!r}]{DECODE}"
+    assert run_python(code, tmp_path).strip() == "3"
