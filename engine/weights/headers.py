@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.errors import ModelFormatError
 
@@ -49,14 +51,10 @@ def checkpoint_files(folder: Path) -> tuple[Path, ...]:
     Raises:
         ModelFormatError: the index cannot be read or names a file that is not there.
     """
-    index = folder / INDEX
-    if not index.is_file():
+    places = _index(folder)
+    if places is None:
         return tuple(sorted(folder.glob("*.safetensors")))
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ModelFormatError(f"{index} cannot be read: {error!r}") from error
-    files = tuple(folder / name for name in names)
+    files = tuple(folder / name for name in sorted(set(places.values())))
     absent = [path.name for path in files if not path.is_file()]
     if absent:
         raise ModelFormatError(
@@ -70,7 +68,8 @@ def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
     """Every tensor of the checkpoint by name; empty when there is no safetensors file.
 
     Raises:
-        ModelFormatError: a header is corrupt, or a file is shorter than its header says.
+        ModelFormatError: a header is corrupt, a file is shorter than its header says, or lacks a
+            tensor that the index places there.
     """
     found: dict[str, TensorHeader] = {}
     for path in checkpoint_files(folder):
@@ -78,7 +77,26 @@ def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
             if name in found:
                 raise ModelFormatError(f"{name} is in {found[name].file.name} and in {path.name}")
             found[name] = entry
+    for name, file in (_index(folder) or {}).items():
+        if name not in found or found[name].file != folder / file:
+            raise ModelFormatError(
+                f"the index places {name} in {file} and it is not there; download the model again"
+            )
     return found
+
+
+def _index(folder: Path) -> dict[str, str] | None:
+    """File name by tensor name, or None when the checkpoint has no index."""
+    path = folder / INDEX
+    if not path.is_file():
+        return None
+    try:
+        places = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        if not all(isinstance(name, str) for name in places.values()):
+            raise TypeError("weight_map holds something else than names of files")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ModelFormatError(f"{path} cannot be read: {error!r}") from error
+    return places
 
 
 def tensor_names(folder: Path) -> tuple[str, ...]:
@@ -97,18 +115,27 @@ def _read_header(path: Path) -> dict[str, TensorHeader]:
     try:
         entries = json.loads(raw)
         entries.pop("__metadata__", None)
+        headers = {name: _header(path, name, entry) for name, entry in entries.items()}
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        headers = {
-            name: TensorHeader(path, entry["dtype"], tuple(entry["shape"]))
-            for name, entry in entries.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFormatError(f"{path} has a corrupt safetensors header: {error!r}") from error
-    for name, header in headers.items():
-        if header.dtype not in _DTYPE_BYTES:
-            raise ModelFormatError(f"{path}: {name} has dtype {header.dtype}, which is not served")
     if 8 + length + end > size:
         raise ModelFormatError(
             f"{path} has {size} bytes and its header promises {8 + length + end}; download it again"
         )
     return headers
+
+
+def _header(path: Path, name: str, entry: Mapping[str, Any]) -> TensorHeader:
+    """One entry of a header; raises what a corrupt one leads to."""
+    dtype, shape = entry["dtype"], tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    numbers = (*shape, begin, end)
+    if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise TypeError(f"{name} has dtype {dtype!r}, shape {shape} and place {begin}, {end}")
+    if dtype not in _DTYPE_BYTES:
+        raise ModelFormatError(f"{path}: {name} has dtype {dtype}, which is not served")
+    header = TensorHeader(path, dtype, shape)
+    if header.nbytes != end - begin:
+        raise ValueError(f"{name} takes {header.nbytes} bytes and has {end - begin}")
+    return header
