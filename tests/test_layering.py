@@ -36,7 +36,7 @@ BLOCKED = [
     "huggingface_hub",
     "xgrammar",
 ]
-DEVELOPMENT = ["pytest", "hypothesis", "openai", "schemathesis", "matplotlib", "mypy"]
+DEVELOPMENT = ["pytest", "hypothesis", "openai", "matplotlib", "mypy"]
 BLOCKER = f"import sys; sys.modules.update(dict.fromkeys({BLOCKED!r}))\n"
 
 
