@@ -263,7 +263,9 @@ class Checkpoint:
             file = self._files.get(header.file)
             if file is None:
                 file = self._files[header.file] = safe_open(header.file, "pt")
-            tensor: Tensor = file.get_tensor(name)
+            # A copy: safetensors maps the file, and a file that is rewritten in place later would
+            # change the weights under a running engine, or end it with SIGBUS.
+            tensor: Tensor = file.get_tensor(name).clone()
         except (SafetensorError, OSError) as error:
             raise ModelFormatError(f"{header.file} cannot be read at {name}: {error}") from error
         return tensor
