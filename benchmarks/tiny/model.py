@@ -61,16 +61,34 @@ def make_trunk(seed: int) -> Qwen3_5ForCausalLM:
     with torch.no_grad():
         for name, p in trunk.named_parameters():
             if p.ndim == 2:
-                p.normal_(std=0.02 if "embed" in name else p.shape[1] ** -0.5)
+                p.normal_(std=0.1 if "embed" in name else p.shape[1] ** -0.5)
             if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
-                p.mul_(0.35)  # 1 / sqrt(2 * layers)
-            if name.endswith(
-                "dt_bias"
-            ):  # decay times spread between a few and a few hundred tokens
-                p.copy_(torch.linspace(-5.0, -1.0, p.numel()))
+                p.mul_(0.15)  # small against the embedding, which has to stay readable
+            if name.endswith("dt_bias"):  # decay times between a few and a few hundred tokens
+                p.copy_(torch.linspace(-5.0, -2.0, p.numel()))
             if name.endswith("A_log"):
                 p.zero_()
+        for layer in trunk.model.layers:
+            if hasattr(layer, "linear_attn"):
+                _ready_to_recall(layer.linear_attn)
     return trunk
+
+
+def _ready_to_recall(mixer: modeling_qwen3_5.Qwen3_5GatedDeltaNet) -> None:
+    """Start a GDN layer as an associative memory: what followed the last time this token was here.
+
+    Queries and keys share their projection; the convolution passes the current token to queries and
+    values and the one before it to keys. From a random start, copying took thousands of steps.
+    """
+    size = mixer.key_dim
+    mixer.in_proj_qkv.weight[size : 2 * size] = mixer.in_proj_qkv.weight[:size]
+    taps = mixer.conv1d.weight  # [channels, 1, 4], the last tap is the current token
+    taps.normal_(std=0.1)
+    taps[:, 0, 3] += 1.0
+    half = size + size // 2
+    taps[size:half, 0, 2] += 1.0
+    taps[size:half, 0, 3] -= 1.0
+    taps[half : 2 * size, 0, 2] += 0.5
 
 
 def keep_delta_rule_in_float32() -> None:

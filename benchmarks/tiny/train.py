@@ -28,7 +28,9 @@ DEPTH_WEIGHTS = (1.0, 0.6, 0.4)
 SHORT, LONG = (5, 384), (2, 832)
 #: The MTP head learns in every fourth step, and in every step of the final decay.
 MTP_EVERY = 4
-MUON_FACTOR = 1.6
+#: The first tokens of a run are mostly copying.
+COPYING_TOKENS = 1_250_000
+MUON_FACTOR = 1.2
 LONG_EVERY, MTP_ROWS = 6, {SHORT: 2, LONG: 1}
 
 
@@ -47,7 +49,7 @@ class Progress:
 class Schedule:
     """Warm-up by steps, then a constant rate and a linear decay at the end by CPU seconds."""
 
-    def __init__(self, peak: float, budget_s: float, decay_s: float, warmup: int = 150) -> None:
+    def __init__(self, peak: float, budget_s: float, decay_s: float, warmup: int = 100) -> None:
         self.peak, self.budget_s, self.decay_s, self.warmup = peak, budget_s, decay_s, warmup
 
     def decaying(self, p: Progress) -> bool:
@@ -75,7 +77,7 @@ class Trainer:
         outer = [p for name, p in named if p.ndim != 2 or "embed" in name]
         # Muon needs fewer steps than AdamW alone; its update is scaled to the size of one of AdamW.
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(inner, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.Muon(inner, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(outer, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
         ]
         self.encoder = data.Encoder(tokenizer.load(out))
@@ -84,13 +86,17 @@ class Trainer:
         """Fresh documents; a resumed run reads on with other seeds."""
         first = self.seed + 1000 * self.progress.runs
         self.progress.runs += 1
+        mix = corpus.COPYING_MIX if self.progress.tokens < COPYING_TOKENS else corpus.MIX
+        self.copying = mix is corpus.COPYING_MIX
         self.rows = {
-            shape: data.rows(self.encoder, corpus.documents(first + i), shape[1])
+            shape: data.rows(self.encoder, corpus.documents(first + i, mix=mix), shape[1])
             for i, shape in enumerate((SHORT, LONG))
         }
 
     def step(self, rate: float, with_mtp: bool = True) -> tuple[float, list[float]]:
         """One optimizer step; returns the loss on assistant and raw text and the MTP losses."""
+        if self.copying and self.progress.tokens >= COPYING_TOKENS:
+            self.open_data()
         shape = LONG if self.progress.step % LONG_EVERY == LONG_EVERY - 1 else SHORT
         ids, weights = data.batch(self.rows[shape], shape[0])
         with torch.autocast("cpu", torch.bfloat16):
