@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.load.processes import spawned_server
+from spark_server.settings.fields import all_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -129,3 +130,9 @@ def test_decisions_are_dated_newest_first_and_have_numbers() -> None:
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for date in dates)
     assert dates == sorted(dates, reverse=True)
     assert all(body.strip() for _, _, body in entries)
+
+
+def test_the_limits_name_what_is_not_built() -> None:
+    limits = README[README.index("## Limits") : README.index("## More")]
+    missing = {s.knob.flags[0] for s in all_settings() if not s.knob.built and s.knob.flags}
+    assert set(re.findall(r"`(--[a-z-]+)`", limits)) == missing
