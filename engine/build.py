@@ -20,13 +20,12 @@ from engine.errors import ConfigError
 from engine.model.hybrid import HybridModel
 from engine.model.layers import rotary_bytes
 from engine.model.load import load_network
-from engine.pools.kv import KvPool
-from engine.pools.shapes import kv_pool_shapes, state_pool_shapes
-from engine.pools.state import SsmStatePool
+from engine.pools.allocate import allocate_pools, pool_terms
 from engine.reserve.parameters import resident_bytes
 from engine.reserve.plan import checkpoint_tensors
 from engine.reserve.preflight import Preflight, preflight_reserve
-from engine.reserve.terms import allocated_terms
+from engine.reserve.ssm_reserve import SpeculationPolicy
+from engine.reserve.verify_terms import verify_terms
 from engine.runner import RowPhase, Segment
 from engine.weights.loader import Progress as WeightProgress
 from engine.weights.model_config import ModelConfig, load_config
@@ -80,36 +79,26 @@ def build_engine(
     found = _preflight(folder, model_config, config)
     phase.done("preflight", f"{found.kv_blocks} KV blocks of {GRID} tokens")
 
-    device = torch.device(config.device)
     dtype = DTYPES[config.dtype]
-    states = SsmStatePool(state_pool_shapes(model_config, config.max_batch_size), device)
-    kv = KvPool(kv_pool_shapes(model_config, found.kv_blocks, with_mtp=False), dtype, device)
+    policy = reserve_policy(config)
+    pools = allocate_pools(model_config, config, policy, found.kv_blocks, dtype)
     found.ledger.check_allocated(
-        allocated_terms(
-            config,
-            state_bytes=states.nbytes,
-            ring_bytes=0,
-            ring_slots=0,
-            kv_bytes=kv.nbytes,
-            kv_blocks=found.kv_blocks,
-            rotary_bytes=rotary_bytes(model_config, config.max_seq_len),
-        )
+        pool_terms(config, policy, pools, rotary_bytes(model_config, config.max_seq_len))
     )
-    phase.done("pools", f"state {states.nbytes} bytes, KV {kv.nbytes} bytes")
+    phase.done("pools", f"state {pools.states.nbytes} bytes, KV {pools.kv.nbytes} bytes")
 
     network = load_network(
         folder,
         model_config,
-        states,
-        kv,
+        pools,
         ops,
         config.max_seq_len,
-        with_mtp=False,
+        with_mtp=policy.num_drafts > 0,
         progress=weight_progress,
     )
     phase.done("weights", f"operators {ops.name}, head {getattr(network.lm_head, 'form', '?')}")
     threads = config.threads or torch.get_num_threads()
-    model = HybridModel(model_config, network, states, kv, ops, dtype, threads)
+    model = HybridModel(model_config, network, pools, ops, dtype, threads, policy.rollback)
     warm_up(model, config)
     phase.done("warm-up", f"{threads} threads")
     eos = model_config.eos_token_ids
@@ -150,8 +139,29 @@ def warm_up(model: HybridModel, config: EngineConfig) -> None:
 def _preflight(folder: Path, model: ModelConfig, config: EngineConfig) -> Preflight:
     if config.memory_budget is None:
         raise ConfigError("the memory budget is not resolved")
-    weights = resident_bytes(checkpoint_tensors(folder, model), model, config, with_mtp=False)
-    return preflight_reserve(model, config, budget=config.memory_budget, weights_bytes=weights)
+    policy = reserve_policy(config)
+    with_mtp = policy.num_drafts > 0
+    if with_mtp and model.mtp_layers == 0:
+        raise ConfigError(
+            f"--speculative needs a drafter and {folder} has no mtp.* tensors; "
+            "leave --speculative out or serve a checkpoint with its MTP head"
+        )
+    weights = resident_bytes(checkpoint_tensors(folder, model), model, config, with_mtp=with_mtp)
+    return preflight_reserve(
+        model,
+        config,
+        budget=config.memory_budget,
+        weights_bytes=weights,
+        with_mtp=with_mtp,
+        drafts=policy.num_drafts,
+        ring_slots=policy.ring_slots(config.max_batch_size),
+        extra=verify_terms(model, config, policy),
+    )
+
+
+def reserve_policy(config: EngineConfig) -> SpeculationPolicy:
+    """What the ledger and the pools must know of speculation; no drafts when it is off."""
+    return config.speculation.reserve if config.speculation else SpeculationPolicy(0)
 
 
 class _Phases:

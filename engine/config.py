@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.speculation.policy import PolicySettings
+
 # One grid for all that must line up: prefill chunks end on it (the chunked GDN algorithm is bitwise
 # reproducible only when split there), KV blocks have this many tokens, checkpoints sit on it.
 GRID = 64
@@ -26,6 +28,7 @@ class EngineConfig:
         threads: CPU threads at most.
         kernels: `auto`, `naive` or `cpu`.
         slot_compaction: move the highest survivor onto the lowest free slot at retirement.
+        speculation: how to speculate, or None to plain-decode.
     """
 
     model_dir: str
@@ -40,3 +43,4 @@ class EngineConfig:
     threads: int = 0
     kernels: str = "auto"
     slot_compaction: bool = True
+    speculation: PolicySettings | None = None

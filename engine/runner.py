@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -64,6 +64,48 @@ class ForwardResult:
     hidden: Tensor
 
 
+class Verified(NamedTuple):
+    """What became of a verify: `emitted` of the segment's `rows` rows led to emitted tokens.
+
+    `emitted` counts row 0 and the accepted drafts that were kept, after cuts; at least 1.
+    """
+
+    slot: int
+    rows: int
+    emitted: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """Rows of one sequence that became final in a step, for the drafter.
+
+    Attributes:
+        slot: state slot of the sequence, after compaction.
+        start: position of the first row.
+        first_row: index of that row in the step's `ForwardResult.hidden`.
+        next_tokens: the token after each row, one per row.
+        block_table: KV blocks of the sequence.
+        engaged: write the drafter's own rows now; else only remember the last hidden states.
+        drafts: tokens to propose after the last row, 0 for none; needs `engaged`.
+    """
+
+    slot: int
+    start: int
+    first_row: int
+    next_tokens: tuple[int, ...]
+    block_table: tuple[int, ...]
+    engaged: bool
+    drafts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Draft tokens for one sequence with the drafter's log-probability of each."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
 class ModelRunner(Protocol):
     """A loaded model with its state and KV pools."""
 
@@ -80,4 +122,12 @@ class ModelRunner(Protocol):
 
     def move_slot(self, src: int, dst: int) -> None:
         """Copy everything that belongs to the sequence in `src` to `dst` (compaction)."""
+        ...
+
+    def accept(self, verified: Sequence[Verified]) -> None:
+        """Keep of each verified slot what was emitted; comes once after every verify step."""
+        ...
+
+    def draft(self, rows: Sequence[DraftRows], hidden: Tensor) -> list[Proposal]:
+        """Take over final rows and propose tokens; one proposal per entry, empty where none."""
         ...

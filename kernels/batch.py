@@ -18,8 +18,12 @@ class RaggedBatch:
         starts: [S] tokens that the sequence consumed before its first row; 0 means that the stored
             state is another's and must be taken as zero.
         slots: [S] state slot of each sequence.
-        committed: [S] leading rows whose state is kept (SPEC section 8, rule 2).
+        committed: [S] leading rows that run on the stored state; the others run on a copy.
         pending: [S] rows in the slot's ring that must run before the first own row.
+        ring_first, ring_rows: [S] own rows that are left in the slot's ring, from its first place.
+        snapshots: [S] place of the state after the first own row among the verify snapshots, the
+            others behind it; -1 where no snapshot is taken.
+        first_key: [S] oldest position that attention sees; 0 but for a drafter with a gap.
         chunked: [S] 1 where the chunked form of the GDN recurrence is allowed (prefill).
         block_tables: [S, B] KV blocks of each sequence, padded with the dummy block.
     """
@@ -31,5 +35,9 @@ class RaggedBatch:
     slots: Tensor
     committed: Tensor
     pending: Tensor
+    ring_first: Tensor
+    ring_rows: Tensor
+    snapshots: Tensor
+    first_key: Tensor
     chunked: Tensor
     block_tables: Tensor

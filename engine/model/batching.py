@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.pools.rollback import RowLayout
 from engine.runner import RowPhase, Segment
 from kernels.batch import RaggedBatch
 
@@ -25,10 +26,29 @@ class StepInput:
     batch: RaggedBatch
 
 
+def is_verify(segment: Segment) -> bool:
+    """Whether the segment has unverified rows."""
+    return segment.committed < len(segment.token_ids)
+
+
 def step_input(
-    segments: Sequence[Segment], pending: Int64, dummy_block: int, device: torch.device
+    segments: Sequence[Segment],
+    layouts: Sequence[RowLayout],
+    pending: Int64,
+    dummy_block: int,
+    device: torch.device,
+    first_key: Int64 | None = None,
 ) -> StepInput:
-    """Lay the segments' rows side by side; `pending` [slots + 1] counts each slot's ring rows."""
+    """Lay the segments' rows side by side.
+
+    Args:
+        segments: the step's rows.
+        layouts: what the GDN layers do with them, one per segment.
+        pending: [slots + 1] rows in each slot's ring.
+        dummy_block: pads the block tables.
+        device: of the result.
+        first_key: [segments] oldest position that attention sees; all 0 when absent.
+    """
     counts = np.array([len(s.token_ids) for s in segments], np.int64)
     row_start = np.zeros(len(segments) + 1, np.int64)
     np.cumsum(counts, out=row_start[1:])
@@ -58,8 +78,12 @@ def step_input(
         row_start=place(row_start),
         starts=place(starts),
         slots=place(slots),
-        committed=place(np.array([s.committed for s in segments], np.int64)),
+        committed=place(np.array([x.committed for x in layouts], np.int64)),
         pending=place(pending[slots]),
+        ring_first=place(np.array([x.ring_first for x in layouts], np.int64)),
+        ring_rows=place(np.array([x.ring_rows for x in layouts], np.int64)),
+        snapshots=place(np.array([x.snapshot for x in layouts], np.int64)),
+        first_key=place(np.zeros(len(segments), np.int64) if first_key is None else first_key),
         chunked=place(np.array([s.phase is RowPhase.PREFILL for s in segments], np.int64)),
         block_tables=place(tables),
     )

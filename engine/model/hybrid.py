@@ -8,12 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.model.batching import StepInput, step_input
-from engine.model.layers import Layer
+from engine.model.batching import StepInput, is_verify, step_input
+from engine.model.drafter import Drafter
+from engine.model.layers import GdnMixer, Layer
 from engine.model.mtp import MtpHead
+from engine.pools.allocate import Pools
 from engine.pools.kv import KvPool
+from engine.pools.rollback import Rollback, RowLayout, rollback_of
 from engine.pools.state import SsmStatePool
-from engine.runner import ForwardResult, Segment
+from engine.reserve.ssm_reserve import SsmRollbackMode
+from engine.runner import DraftRows, ForwardResult, Proposal, RowPhase, Segment, Verified
 from engine.weights.model_config import ModelConfig
 from kernels.ops import Linear, Ops
 
@@ -39,29 +43,39 @@ class HybridModel:
     Args:
         config: of the checkpoint.
         network: packed layers that already hold views of the pools.
-        states: recurrent state by slot.
-        kv: pages of the attention layers.
+        pools: recurrent state by slot, pages of the attention layers, the drafter's log.
         ops: the chosen operators.
         dtype: of the activations.
         threads: CPU threads for wide steps; narrow ones use one.
+        rollback: what becomes of rejected rows.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         network: Network,
-        states: SsmStatePool,
-        kv: KvPool,
+        pools: Pools,
         ops: Ops,
         dtype: torch.dtype,
         threads: int,
+        rollback: SsmRollbackMode = SsmRollbackMode.CARRY,
     ) -> None:
         self.config = config
         self.network = network
-        self.states = states
-        self.kv = kv
+        self.states: SsmStatePool = pools.states
+        self.kv: KvPool = pools.kv
         self.vocab_size = config.vocab_size
-        self.device = states.h.device
+        self.device = pools.states.h.device
+        self.rollback: Rollback = rollback_of(rollback, pools.states)
+        self.drafter: Drafter | None = None
+        if network.mtp is not None:
+            self.drafter = Drafter(
+                network.mtp,
+                network.embed,
+                network.lm_head,
+                pools.drafter_log,
+                pools.kv.dummy_block,
+            )
         self._ops = ops
         self._dtype = dtype
         self._threads = threads
@@ -70,10 +84,14 @@ class HybridModel:
     def claim_slot(self, slot: int) -> None:
         """A new sequence takes `slot`."""
         self.states.claim(slot)
+        if self.drafter is not None:
+            self.drafter.claim(slot)
 
     def move_slot(self, src: int, dst: int) -> None:
-        """Copy the sequence in `src` to `dst`."""
+        """Copy the sequence in `src` to `dst`, which is lower."""
         self.states.move(src, dst)
+        if self.drafter is not None:
+            self.drafter.move(src, dst)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> ForwardResult:
@@ -81,33 +99,72 @@ class HybridModel:
 
         When it raises, state and KV of the segments' sequences are undefined: end them.
         """
-        step = step_input(segments, self.states.pending, self.kv.dummy_block, self.device)
+        layouts = [self._layout(segment) for segment in segments]
+        verified = [segment.slot for segment in segments if is_verify(segment)]
+        if verified:
+            self.rollback.before(verified)
+        step = step_input(segments, layouts, self.states.pending, self.kv.dummy_block, self.device)
         self._use_threads(step.token_ids.shape[0])
-        hidden = self._trunk(step)
-        logits = self.network.lm_head(hidden[step.logit_rows])
+        try:
+            hidden = self._trunk(step)
+            logits = self.network.lm_head(hidden[step.logit_rows])
+        except Exception:
+            if verified:
+                self.rollback.undo(verified)
+            raise
+        self._count(segments, layouts)
         # Only now: a forward that raised midway must not fold its pending rows twice.
         for segment in segments:
             self.states.pending[segment.slot] = 0
         return ForwardResult(logits.float(), hidden)
 
     @torch.inference_mode()
-    def draft(self, segments: Sequence[Segment], hidden: Tensor) -> ForwardResult:
-        """Run the drafter on rows (next token, hidden [R, H]); positions and pages as in forward.
+    def accept(self, verified: Sequence[Verified]) -> None:
+        """Keep what each verify emitted; see ModelRunner.accept."""
+        slots = self.rollback.after(verified)
+        if slots:
+            self.fold(slots)
 
-        Returns its logits for the wanted rows and its hidden states [R, H] after its norm.
-        """
-        mtp = self.network.mtp
-        assert mtp is not None, "the checkpoint has no drafter"
-        step = step_input(segments, self.states.pending, self.kv.dummy_block, self.device)
-        self._use_threads(step.token_ids.shape[0])
-        out = mtp(self._embed(step.token_ids), hidden, step.batch)
-        return ForwardResult(self.network.lm_head(out[step.logit_rows]).float(), out)
+    @torch.inference_mode()
+    def draft(self, rows: Sequence[DraftRows], hidden: Tensor) -> list[Proposal]:
+        """Take over final rows and propose tokens; see ModelRunner.draft."""
+        assert self.drafter is not None, "speculation is on without a drafter"
+        self._use_threads(sum(len(entry.next_tokens) for entry in rows))
+        return self.drafter.draft(rows, hidden)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        return self.network.embed[token_ids].to(self._dtype)
+    @torch.inference_mode()
+    def fold(self, slots: Sequence[int]) -> None:
+        """Run the pending rows of the slots on their states, so that nothing is pending."""
+        segments = [Segment(slot, 1, (), RowPhase.REPLAY, 0, (), 0) for slot in slots]
+        layouts = [RowLayout(committed=0) for _ in slots]
+        step = step_input(segments, layouts, self.states.pending, self.kv.dummy_block, self.device)
+        for layer in self.network.layers:
+            if isinstance(layer.mixer, GdnMixer):
+                layer.mixer.fold(step.batch)
+        self._count(segments, layouts)
+        self.states.pending[list(slots)] = 0
+
+    def _layout(self, segment: Segment) -> RowLayout:
+        rows = len(segment.token_ids)
+        if is_verify(segment):
+            return self.rollback.layout(segment.slot, rows)
+        return RowLayout(committed=rows)
+
+    def _count(self, segments: Sequence[Segment], layouts: Sequence[RowLayout]) -> None:
+        """Add the state bytes that a pass over these rows read and wrote."""
+        states, moved = self.states, 0
+        for segment, layout in zip(segments, layouts, strict=True):
+            rows = len(segment.token_ids)
+            # A first row takes the state as zero and reads none.
+            moved += states.blob_bytes * (2 if segment.start else 1)
+            ring = int(states.pending[segment.slot]) + layout.ring_rows
+            moved += ring * states.ring_row_bytes
+            if layout.snapshot >= 0:
+                moved += (rows - 1) * states.h_bytes + rows * states.conv_bytes
+        states.bytes_moved += moved
 
     def _trunk(self, step: StepInput) -> Tensor:
-        residual = self._embed(step.token_ids)
+        residual = self.network.embed[step.token_ids].to(self._dtype)
         delta: Tensor | None = None
         for layer in self.network.layers:
             delta = layer(residual, delta, step.batch)

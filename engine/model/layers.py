@@ -38,6 +38,13 @@ class GdnMixer:
         mixed = self.ops.gdn_mixer(self.in_proj(x), self.params, self.state, batch)
         return self.out_proj(mixed)
 
+    def fold(self, batch: RaggedBatch) -> None:
+        """Fold the pending rows of a batch without own rows into the state."""
+        p = self.params
+        columns = p.conv_dim + p.value_dim + 2 * p.value_heads
+        nothing = torch.empty(0, columns, device=self.state.h.device)
+        self.ops.gdn_mixer(nothing, p, self.state, batch)
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMixer:

@@ -9,8 +9,7 @@ from torch import Tensor
 from engine.model.hybrid import Network
 from engine.model.layers import Layer, attention_mixer, gdn_mixer, layer, rotary_tables
 from engine.model.mtp import MtpHead
-from engine.pools.kv import KvPool
-from engine.pools.state import SsmStatePool
+from engine.pools.allocate import Pools
 from engine.weights.layout import AttentionWeights, LayerWeights
 from engine.weights.loader import Checkpoint, Progress
 from engine.weights.model_config import ModelConfig
@@ -20,8 +19,7 @@ from kernels.ops import Ops
 def load_network(
     folder: Path,
     config: ModelConfig,
-    states: SsmStatePool,
-    kv: KvPool,
+    pools: Pools,
     ops: Ops,
     max_seq_len: int,
     *,
@@ -33,18 +31,18 @@ def load_network(
     Raises:
         ModelFormatError: names the tensor that is missing, unknown or misshapen.
     """
-    device = states.h.device
+    device = pools.states.h.device
     cos, sin = (table.to(device) for table in rotary_tables(config, max_seq_len))
     gdn_seen = attention_seen = 0
 
     def build(weights: LayerWeights) -> Layer:
         nonlocal gdn_seen, attention_seen
         if isinstance(weights.mixer, AttentionWeights):
-            pages = kv.layer(attention_seen)
+            pages = pools.kv.layer(attention_seen)
             attention_seen += 1
             mixer = attention_mixer(weights.mixer, config, (cos, sin), pages, ops)
             return layer(weights, mixer, config, ops)
-        state = states.layer(gdn_seen)
+        state = pools.states.layer(gdn_seen)
         gdn_seen += 1
         return layer(weights, gdn_mixer(weights.mixer, config, state, ops), config, ops)
 

@@ -9,6 +9,8 @@ from engine.config import GRID
 from engine.weights.model_config import ModelConfig
 
 FLOAT32_BYTES = 4
+# Hidden states remembered per slot while a sequence does not speculate; what its drafter sees then.
+LOG_ROWS = GRID
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +37,71 @@ class StatePoolShapes:
 
 
 def state_pool_shapes(
-    config: ModelConfig, slots: int, *, ring_slots: int = 0, drafts: int = 0
+    config: ModelConfig,
+    slots: int,
+    *,
+    ring_slots: int = 0,
+    drafts: int = 0,
+    ring_width: int | None = None,
 ) -> StatePoolShapes:
-    """For `slots` sequences and a dummy; `ring_slots` counts its own dummy, 0 for no ring."""
+    """For `slots` sequences and a dummy; `ring_slots` counts its own dummy, 0 for no ring.
+
+    `ring_width` is the columns kept of a row: conv_dim in carry mode, q, k, v and z in replay.
+    """
     layers, heads = config.gdn_layers, config.linear_num_value_heads
+    width = config.conv_dim if ring_width is None else ring_width
     return StatePoolShapes(
         h=(layers, slots + 1, heads, config.linear_key_head_dim, config.linear_value_head_dim),
         conv=(layers, slots + 1, config.conv_dim, config.linear_conv_kernel_dim),
-        ring_inputs=(layers, ring_slots, drafts, config.conv_dim),
+        ring_inputs=(layers, ring_slots, drafts, width),
         ring_gates=(layers, ring_slots, drafts, 2, heads),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyPoolShapes:
+    """Float32 tensors that snapshot and replay mode need beside the state pool; all empty in carry.
+
+    Attributes:
+        checkpoint_h, checkpoint_conv: the state before a verify, by covered slot and dummy.
+        snapshot_h: [layers, places, Hv, Dk, Dv].
+        snapshot_conv: [layers, slots, K, conv_dim, kernel].
+        first_place: the first place in snapshot_h of each slot, dummy last.
+    """
+
+    checkpoint_h: tuple[int, ...]
+    checkpoint_conv: tuple[int, ...]
+    snapshot_h: tuple[int, ...]
+    snapshot_conv: tuple[int, ...]
+    first_place: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all four."""
+        shapes = (self.checkpoint_h, self.checkpoint_conv, self.snapshot_h, self.snapshot_conv)
+        return sum(math.prod(shape) for shape in shapes) * FLOAT32_BYTES
+
+
+def verify_pool_shapes(
+    config: ModelConfig, slots: int, *, intermediates: tuple[int, ...] = (), drafts: int = 0
+) -> VerifyPoolShapes:
+    """Checkpoints of `slots` slots, dummy included, and snapshots where there are intermediates.
+
+    Args:
+        slots: covered slots and their dummy, 0 in carry mode.
+        intermediates: h states kept per slot, one entry a slot; empty in replay mode.
+        drafts: conv states kept per slot are one more.
+    """
+    layers, heads = config.gdn_layers, config.linear_num_value_heads
+    h = (heads, config.linear_key_head_dim, config.linear_value_head_dim)
+    conv = (config.conv_dim, config.linear_conv_kernel_dim)
+    first = tuple(sum(intermediates[:slot]) for slot in range(len(intermediates)))
+    return VerifyPoolShapes(
+        checkpoint_h=(layers, slots, *h),
+        checkpoint_conv=(layers, slots, *conv),
+        snapshot_h=(layers, sum(intermediates), *h),
+        snapshot_conv=(layers, len(intermediates), drafts + 1, *conv),
+        first_place=first,
     )
 
 
@@ -70,3 +128,8 @@ def kv_pool_shapes(config: ModelConfig, blocks: int, *, with_mtp: bool) -> KvPoo
     return KvPoolShapes(
         k=(layers, blocks + 1, heads, dim, GRID), v=(layers, blocks + 1, heads, GRID, dim)
     )
+
+
+def drafter_log_shape(config: ModelConfig, slots: int) -> tuple[int, int, int]:
+    """[slots + 1, LOG_ROWS, H] of the drafter's remembered hidden states, in the KV's dtype."""
+    return (slots + 1, LOG_ROWS, config.hidden_size)

@@ -1,4 +1,4 @@
-"""The recurrent state of every slot and GDN layer, with the carry ring of unfolded rows."""
+"""The recurrent state of every slot and GDN layer, with the ring and snapshots of verified rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.pools.shapes import StatePoolShapes
+from engine.pools.shapes import FLOAT32_BYTES, StatePoolShapes, VerifyPoolShapes
 from kernels.gdn.types import GdnState
 
 
@@ -17,11 +17,16 @@ class SsmStatePool:
     Attributes:
         h: [layers, slots + 1, Hv, Dk, Dv] float32.
         conv: [layers, slots + 1, conv_dim, kernel] float32, newest input last.
-        ring_inputs: [layers, ring slots, drafts, conv_dim], ring_gates: [.., drafts, 2, Hv].
+        ring_inputs: [layers, ring slots, drafts, width], ring_gates: [.., drafts, 2, Hv].
+        checkpoint_h, checkpoint_conv, snapshot_h, snapshot_conv: see VerifyPoolShapes.
+        first_place: of each covered slot in snapshot_h.
         pending: [slots + 1] rows in each slot's ring that are accepted but not yet folded into h.
+        bytes_moved: of state read and written so far, by every operation on it.
     """
 
-    def __init__(self, shapes: StatePoolShapes, device: torch.device) -> None:
+    def __init__(
+        self, shapes: StatePoolShapes, verify: VerifyPoolShapes, device: torch.device
+    ) -> None:
         def zeros(shape: tuple[int, ...]) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=device)
 
@@ -29,31 +34,85 @@ class SsmStatePool:
         self.conv = zeros(shapes.conv)
         self.ring_inputs = zeros(shapes.ring_inputs)
         self.ring_gates = zeros(shapes.ring_gates)
+        self.checkpoint_h = zeros(verify.checkpoint_h)
+        self.checkpoint_conv = zeros(verify.checkpoint_conv)
+        self.snapshot_h = zeros(verify.snapshot_h)
+        self.snapshot_conv = zeros(verify.snapshot_conv)
+        self.first_place = verify.first_place
         self.pending: npt.NDArray[np.int64] = np.zeros(shapes.h[1], np.int64)
+        self.bytes_moved = 0
 
     def layer(self, index: int) -> GdnState:
         """Views of GDN layer number `index`, counted among GDN layers only."""
         return GdnState(
-            self.h[index], self.conv[index], self.ring_inputs[index], self.ring_gates[index]
+            self.h[index],
+            self.conv[index],
+            self.ring_inputs[index],
+            self.ring_gates[index],
+            self.snapshot_h[index],
+            self.snapshot_conv[index],
         )
+
+    @property
+    def h_bytes(self) -> int:
+        """Bytes of one slot's h over all layers."""
+        return self.h[:, 0].numel() * FLOAT32_BYTES
+
+    @property
+    def conv_bytes(self) -> int:
+        """Bytes of one slot's conv state over all layers."""
+        return self.conv[:, 0].numel() * FLOAT32_BYTES
+
+    @property
+    def blob_bytes(self) -> int:
+        """Bytes of one slot's whole state."""
+        return self.h_bytes + self.conv_bytes
+
+    @property
+    def ring_row_bytes(self) -> int:
+        """Bytes of one row in the ring over all layers."""
+        layers, _, _, width = self.ring_inputs.shape
+        return layers * (width + 2 * self.h.shape[2]) * FLOAT32_BYTES
+
+    @property
+    def ring_slots(self) -> int:
+        """Slots that have a ring, dummy included."""
+        return int(self.ring_inputs.shape[1])
 
     def claim(self, slot: int) -> None:
         """A new sequence takes the slot; its first row, row 0, sees the state as zero."""
         self.pending[slot] = 0
 
     def move(self, src: int, dst: int) -> None:
-        """Copy all that belongs to the sequence in `src` into `dst`."""
+        """Copy all that belongs to the sequence in `src` into `dst`, which is lower."""
         self.h[:, dst] = self.h[:, src]
         self.conv[:, dst] = self.conv[:, src]
-        covered = self.ring_inputs.shape[1]
-        if src < covered and dst < covered:
-            self.ring_inputs[:, dst] = self.ring_inputs[:, src]
-            self.ring_gates[:, dst] = self.ring_gates[:, src]
-        self.pending[dst] = self.pending[src]
+        self.bytes_moved += 2 * self.blob_bytes
+        rows = int(self.pending[src])
+        if rows:
+            self.ring_inputs[:, dst, :rows] = self.ring_inputs[:, src, :rows]
+            self.ring_gates[:, dst, :rows] = self.ring_gates[:, src, :rows]
+            self.bytes_moved += 2 * rows * self.ring_row_bytes
+        self.pending[dst] = rows
         self.pending[src] = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all state tensors, dummy slot and ring included."""
-        tensors = (self.h, self.conv, self.ring_inputs, self.ring_gates)
-        return sum(t.numel() * t.element_size() for t in tensors)
+        """Bytes of h and conv, dummy slot included."""
+        return (self.h.numel() + self.conv.numel()) * FLOAT32_BYTES
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring, its dummy slot included."""
+        return (self.ring_inputs.numel() + self.ring_gates.numel()) * FLOAT32_BYTES
+
+    @property
+    def verify_bytes(self) -> int:
+        """Bytes of checkpoints and snapshots, dummies included."""
+        tensors = (
+            self.checkpoint_h,
+            self.checkpoint_conv,
+            self.snapshot_h,
+            self.snapshot_conv,
+        )
+        return sum(t.numel() for t in tensors) * FLOAT32_BYTES

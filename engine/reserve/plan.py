@@ -18,9 +18,9 @@ from engine.reserve.parameters import (
 )
 from engine.reserve.preflight import Preflight, device_budget, preflight_reserve
 from engine.reserve.sizes import parse_size
-from engine.reserve.ssm_reserve import DISPATCH_CAP, SsmRollbackMode
+from engine.reserve.ssm_reserve import DISPATCH_CAP, SpeculationPolicy, SsmRollbackMode
 from engine.reserve.table import preflight_table
-from engine.reserve.verify_terms import SpeculationPolicy, snapshot_term, verify_terms
+from engine.reserve.verify_terms import snapshot_term, verify_terms
 from engine.weights.headers import tensor_headers
 from engine.weights.model_config import ModelConfig, load_config, parse_config
 

@@ -147,6 +147,37 @@ def mtp_slot_draft_capacity(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class SpeculationPolicy:
+    """What decides how much state speculation needs; defaults as in the settings.
+
+    Attributes:
+        num_drafts: per sequence at most, 0 for no speculation.
+        rollback: see SsmRollbackMode.
+        dispatch_cap: mtp_max_seqs.
+        ladder: drafts by width, None when it is disabled.
+        full_width: every slot may speculate.
+    """
+
+    num_drafts: int = 0
+    rollback: SsmRollbackMode = SsmRollbackMode.CARRY
+    dispatch_cap: int = DISPATCH_CAP
+    ladder: Ladder | None = DEFAULT_LADDER
+    full_width: bool = False
+
+    def covered(self, max_batch_size: int) -> int:
+        """Slots that may speculate, 0 without speculation."""
+        if self.num_drafts == 0:
+            return 0
+        return mtp_state_slots_with(max_batch_size, self.dispatch_cap, self.full_width)
+
+    def ring_slots(self, max_batch_size: int) -> int:
+        """Slots of the carry ring with its dummy, 0 in the other modes."""
+        if self.num_drafts == 0 or self.rollback is not SsmRollbackMode.CARRY:
+            return 0
+        return self.covered(max_batch_size) + 1
+
+
 def ssm_h_stored_bytes(h_bytes: int, h_f16_pool: bool) -> int:
     """Bytes of an h state as the pool stores it: half under `--ssm-h-dtype f16-pool`."""
     return h_bytes // _FLOAT32 * _FLOAT16 if h_f16_pool else h_bytes

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 from engine.config import EngineConfig
-from engine.reserve.ladder import DEFAULT_LADDER, Ladder
+from engine.pools.shapes import LOG_ROWS, drafter_log_shape
 from engine.reserve.ledger import LedgerTerm, TermKind
 from engine.reserve.parameters import element_bytes
 from engine.reserve.ssm_reserve import (
-    DISPATCH_CAP,
+    SpeculationPolicy,
     SsmBlob,
     SsmRollbackMode,
-    mtp_state_slots_with,
     ssm_blob,
     ssm_pool_reserve_bytes,
     ssm_replay_ring_bytes,
@@ -24,52 +23,32 @@ VERIFY_POOL = "verify_pool"
 VERIFY_DUMMY = "verify_dummy"
 REPLAY_RING = "replay_ring"
 REPLAY_RING_DUMMY = "replay_ring_dummy"
+DRAFTER_LOG = "drafter_log"
 SNAPSHOTS = "snapshots"
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationPolicy:
-    """What decides how much state speculation needs; defaults as in the settings.
-
-    Attributes:
-        num_drafts: per sequence at most, 0 for no speculation.
-        rollback: see SsmRollbackMode.
-        dispatch_cap: mtp_max_seqs.
-        ladder: drafts by width, None when it is disabled.
-        full_width: every slot may speculate.
-    """
-
-    num_drafts: int = 0
-    rollback: SsmRollbackMode = SsmRollbackMode.CARRY
-    dispatch_cap: int = DISPATCH_CAP
-    ladder: Ladder | None = DEFAULT_LADDER
-    full_width: bool = False
-
-    def covered(self, max_batch_size: int) -> int:
-        """Slots that may speculate, 0 without speculation."""
-        if self.num_drafts == 0:
-            return 0
-        return mtp_state_slots_with(max_batch_size, self.dispatch_cap, self.full_width)
-
-    def ring_slots(self, max_batch_size: int) -> int:
-        """Slots of the carry ring with its dummy, 0 in the other modes."""
-        if self.num_drafts == 0 or self.rollback is not SsmRollbackMode.CARRY:
-            return 0
-        return self.covered(max_batch_size) + 1
 
 
 def verify_terms(
     model: ModelConfig, config: EngineConfig, policy: SpeculationPolicy
 ) -> tuple[LedgerTerm, ...]:
-    """Verify pools and replay ring, each with a dummy slot; nothing in carry mode.
+    """The drafter's log, and verify pools and replay ring, each with a dummy slot.
 
-    The carry ring is part of the state pool's shapes and has its terms there.
+    Carry mode has neither: its ring is part of the state pool's shapes and has its terms there.
     """
-    if policy.num_drafts == 0 or policy.rollback is SsmRollbackMode.CARRY:
+    if policy.num_drafts == 0:
         return ()
+    shape = drafter_log_shape(model, config.max_batch_size)
+    log = LedgerTerm(
+        DRAFTER_LOG,
+        math.prod(shape) * element_bytes(config.dtype),
+        TermKind.EXACT,
+        f"last {LOG_ROWS} hidden states of {shape[0]} slots",
+    )
+    if policy.rollback is SsmRollbackMode.CARRY:
+        return (log,)
     blob, covered = ssm_blob(model), policy.covered(config.max_batch_size)
     pool = _verify_pool_bytes(blob, config.max_batch_size, covered, policy)
     terms = [
+        log,
         LedgerTerm(
             VERIFY_POOL, pool, TermKind.EXACT, f"{policy.rollback.value} of {covered} slots"
         ),

@@ -1,195 +1,157 @@
-"""What the environment says about speculation, settled once. Reads no environment itself.
-
-The settings read each variable once and hand down a `SpecEnv`; everything else asks the frozen
-`PolicySettings` made of it.
-"""
+"""The settings of speculation and what follows from them. Reads no environment: values come in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
-from engine.errors import ConfigError
-from engine.reserve.decode_ring import (
-    DecodeRingDecision,
-    DecodeRingDepth,
-    decode_rollback_ring_slots_with,
-    watchdogs_disabled_from_value,
-)
 from engine.reserve.ladder import DEFAULT_LADDER, Ladder, mtp_ladder_drafts, parse_ladder
 from engine.reserve.ssm_reserve import (
     DISPATCH_CAP,
     DISPATCH_CAP_WITHOUT_LADDER,
-    MarconiSlotDecision,
     SpeculationPolicy,
     SsmRollbackMode,
-    marconi_snapshot_slots_with,
     mtp_slot_draft_capacity,
-    mtp_state_slots_with,
 )
-from engine.speculation.dcut import DCUT_MAX_SEQS
+from engine.speculation.capacity import UNLIMITED_CAPACITY
+
+# The widest batch that D-Cut prunes; beyond it ragged verifies cost more than the rows they save.
+DCUT_MAX_SEQS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class SpecEnv:
-    """The variables as they were set; a `bool` is presence: set to anything, also to `0`, is true.
+class ControllerMode(StrEnum):
+    """Whether the cost-aware controller picks the depth: AUTO is on unless something is pinned."""
 
-    Attributes:
-        mtp_k_ladder: ATLAS_MTP_K_LADDER.
-        no_mtp_k_ladder: ATLAS_NO_MTP_K_LADDER.
-        mtp_max_seqs: ATLAS_MTP_MAX_SEQS.
-        mtp_pool_full_width: ATLAS_MTP_POOL_FULL_WIDTH.
-        ep_protocol: ATLAS_EP_PROTOCOL.
-        mtp_static_rung: ATLAS_MTP_STATIC_RUNG.
-        mtp_dcut_max_seqs: ATLAS_MTP_DCUT_MAX_SEQS.
-        no_mtp_dcut: ATLAS_NO_MTP_DCUT.
-        ssm_marconi_full: ATLAS_SSM_MARCONI_FULL.
-        ssm_decode_ring: ATLAS_SSM_DECODE_RING.
-        disable_watchdogs: ATLAS_DISABLE_WATCHDOGS.
-    """
-
-    mtp_k_ladder: str | None = None
-    no_mtp_k_ladder: bool = False
-    mtp_max_seqs: int | None = None
-    mtp_pool_full_width: bool = False
-    ep_protocol: str | None = None
-    mtp_static_rung: bool = False
-    mtp_dcut_max_seqs: int | None = None
-    no_mtp_dcut: bool = False
-    ssm_marconi_full: bool = False
-    ssm_decode_ring: str | None = None
-    disable_watchdogs: str | None = None
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """What a `SpecEnv` comes to; the defaults are those of an empty environment.
+    """Flags and variables of speculation as the user gave them; the properties derive the rules.
 
     Attributes:
-        ladder: drafts by width, None when it is disabled.
-        rung_pinned: the ladder decides at widths 9 to 16 too, no controller lifts it.
-        dispatch_cap: mtp_max_seqs, the widest batch that speculates.
-        full_width: every slot may speculate, each as deep as num_drafts.
-        slots_pinned: slots never move (EP v2), so that there is no compaction.
-        dcut_max_seqs: widest batch that D-Cut prunes, 0 for none.
-        marconi_full: keep the snapshot slots though no cache fills them.
-        decode_ring: the ring's override as it was set.
-        watchdogs_disabled: nobody asks for a rollback of decode.
-        warnings: one sentence each, to be logged once.
+        num_drafts: per sequence at most, 0 for no speculation.
+        rollback: see SsmRollbackMode.
+        ladder_text: ATLAS_MTP_K_LADDER, None when not set.
+        ladder_disabled: ATLAS_NO_MTP_K_LADDER is present.
+        mtp_max_seqs_override: ATLAS_MTP_MAX_SEQS, None when not set.
+        static_rung: ATLAS_MTP_STATIC_RUNG is present.
+        pool_full_width: ATLAS_MTP_POOL_FULL_WIDTH is present.
+        pinned_slots: ATLAS_EP_PROTOCOL is v2, which never moves a sequence.
+        dcut_max_seqs: ATLAS_MTP_DCUT_MAX_SEQS, or its default.
+        dcut_off: ATLAS_NO_MTP_DCUT is present.
+        controller: `--spec-controller`.
+        recurrent: the model has GDN layers, whose slots bound what can be verified.
+        uniform_verify: a drafter whose width does not follow the ladder (DFlash).
     """
 
-    ladder: Ladder | None = DEFAULT_LADDER
-    rung_pinned: bool = False
-    dispatch_cap: int = DISPATCH_CAP
-    full_width: bool = False
-    slots_pinned: bool = False
+    num_drafts: int = 0
+    rollback: SsmRollbackMode = SsmRollbackMode.CARRY
+    ladder_text: str | None = None
+    ladder_disabled: bool = False
+    mtp_max_seqs_override: int | None = None
+    static_rung: bool = False
+    pool_full_width: bool = False
+    pinned_slots: bool = False
     dcut_max_seqs: int = DCUT_MAX_SEQS
-    marconi_full: bool = False
-    decode_ring: str | None = None
-    watchdogs_disabled: bool = False
-    warnings: tuple[str, ...] = ()
+    dcut_off: bool = False
+    controller: ControllerMode = ControllerMode.AUTO
+    recurrent: bool = True
+    uniform_verify: bool = False
 
-    def ladder_drafts(self, n_active: int, num_drafts: int) -> int:
-        """Drafts per sequence of a step of `n_active` decoding sequences, by the ladder alone."""
-        return mtp_ladder_drafts(n_active, num_drafts, self.ladder)
+    @property
+    def ladder(self) -> Ladder | None:
+        """Drafts by width; None when disabled, the default for a text that does not parse."""
+        if self.ladder_disabled:
+            return None
+        parsed = None if self.ladder_text is None else parse_ladder(self.ladder_text)
+        return DEFAULT_LADDER if parsed is None else parsed
 
-    def dispatches(self, n_active: int) -> bool:
-        """Whether a batch of this width speculates at all; wider ones plain-decode."""
-        return n_active <= self.dispatch_cap
+    @property
+    def ladder_explicit(self) -> bool:
+        """A ladder was given and is in force; one that does not parse counts as not given."""
+        return (
+            not self.ladder_disabled
+            and self.ladder_text is not None
+            and parse_ladder(self.ladder_text) is not None
+        )
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What was given and does not count, one sentence each."""
+        if self.ladder_text is None:
+            return ()
+        if self.ladder_disabled:
+            return ("ATLAS_NO_MTP_K_LADDER is set, so that ATLAS_MTP_K_LADDER is not used",)
+        if self.ladder_explicit:
+            return ()
+        default = ",".join(f"{step.n_max}:{step.drafts}" for step in DEFAULT_LADDER)
+        return (
+            f"ATLAS_MTP_K_LADDER={self.ladder_text!r} is not a list of n_max:drafts, "
+            f"so that the default {default} is used",
+        )
+
+    @property
+    def mtp_max_seqs(self) -> int:
+        """The widest batch that speculates."""
+        if self.mtp_max_seqs_override is not None:
+            return self.mtp_max_seqs_override
+        return DISPATCH_CAP_WITHOUT_LADDER if self.ladder_disabled else DISPATCH_CAP
+
+    @property
+    def full_width(self) -> bool:
+        """Every slot may speculate: asked for, or because no sequence is ever moved."""
+        return self.pool_full_width or self.pinned_slots
+
+    @property
+    def dcut_width_cap(self) -> int:
+        """The widest batch that D-Cut prunes, 0 when it is off."""
+        return 0 if self.dcut_off else self.dcut_max_seqs
+
+    @property
+    def rung_pinned(self) -> bool:
+        """The depth was chosen by hand: static rung, explicit ladder, or no ladder at all."""
+        return self.static_rung or self.ladder_explicit or self.ladder_disabled
+
+    @property
+    def adaptive_rung_acts(self) -> bool:
+        """Whether accept statistics may lift the rung of widths 9 to 16."""
+        return self.num_drafts >= 2 and not self.rung_pinned
+
+    @property
+    def controller_acts(self) -> bool:
+        """Whether measured throughput picks the depth; a pinned rung yields only to ON."""
+        if self.num_drafts == 0 or self.controller is ControllerMode.OFF:
+            return False
+        return self.controller is ControllerMode.ON or not self.rung_pinned
+
+    @property
+    def reserve(self) -> SpeculationPolicy:
+        """The part that sizes the pools."""
+        return SpeculationPolicy(
+            self.num_drafts, self.rollback, self.mtp_max_seqs, self.ladder, self.full_width
+        )
+
+    def ladder_drafts(self, n_active: int) -> int:
+        """Drafts per sequence by the ladder alone."""
+        return mtp_ladder_drafts(n_active, self.num_drafts, self.ladder)
 
     def state_slots(self, max_batch_size: int) -> int:
-        """`mtp_state_slots`: a sequence may be verified only in a slot below this."""
-        return mtp_state_slots_with(max_batch_size, self.dispatch_cap, self.full_width)
+        """Slots below this number may speculate; all of them without recurrent state."""
+        return self.reserve.covered(max_batch_size) if self.recurrent else max_batch_size
 
-    def slot_draft_capacity(self, slot_idx: int, num_drafts: int, rollback: SsmRollbackMode) -> int:
-        """Drafts that a covered slot's verify storage holds."""
+    def slot_capacity(self, slot: int) -> int:
+        """Drafts that a covered slot can verify."""
+        if not self.recurrent:
+            return UNLIMITED_CAPACITY
         return mtp_slot_draft_capacity(
-            slot_idx,
-            self.dispatch_cap,
-            num_drafts,
-            rollback,
+            slot,
+            self.mtp_max_seqs,
+            self.num_drafts,
+            self.rollback,
             self.ladder,
+            uniform_verify=self.uniform_verify,
             full_width=self.full_width,
         )
-
-    def reserve_policy(self, num_drafts: int, rollback: SsmRollbackMode) -> SpeculationPolicy:
-        """The part that the ledger's terms depend on."""
-        return SpeculationPolicy(
-            num_drafts=num_drafts,
-            rollback=rollback,
-            dispatch_cap=self.dispatch_cap,
-            ladder=self.ladder,
-            full_width=self.full_width,
-        )
-
-
-def resolve_policy(env: SpecEnv) -> PolicySettings:
-    """Settle every variable against the others.
-
-    A ladder that does not parse counts as not set, with a warning. A disabled ladder wins over one
-    that is set, and lowers the default of `dispatch_cap` to 4, which ATLAS_MTP_MAX_SEQS overrides.
-
-    Raises:
-        ConfigError: a count below 0.
-    """
-    _check_count("ATLAS_MTP_MAX_SEQS", env.mtp_max_seqs)
-    _check_count("ATLAS_MTP_DCUT_MAX_SEQS", env.mtp_dcut_max_seqs)
-    ladder, explicit, warnings = _ladder(env)
-    cap = env.mtp_max_seqs
-    if cap is None:
-        cap = DISPATCH_CAP if ladder is not None else DISPATCH_CAP_WITHOUT_LADDER
-    dcut = DCUT_MAX_SEQS if env.mtp_dcut_max_seqs is None else env.mtp_dcut_max_seqs
-    pinned = env.ep_protocol == "v2"
-    return PolicySettings(
-        ladder=ladder,
-        rung_pinned=explicit or env.mtp_static_rung,
-        dispatch_cap=cap,
-        full_width=env.mtp_pool_full_width or pinned,
-        slots_pinned=pinned,
-        dcut_max_seqs=0 if env.no_mtp_dcut else dcut,
-        marconi_full=env.ssm_marconi_full,
-        decode_ring=env.ssm_decode_ring,
-        watchdogs_disabled=watchdogs_disabled_from_value(env.disable_watchdogs),
-        warnings=warnings,
-    )
-
-
-def decode_rollback_ring_slots(
-    num_ssm_layers: int, use_speculative: bool, depth: DecodeRingDepth, policy: PolicySettings
-) -> DecodeRingDecision:
-    """Depth of the decode-rollback ring under `policy` and what was published so far."""
-    return decode_rollback_ring_slots_with(
-        num_ssm_layers,
-        use_speculative,
-        depth.published,
-        policy.decode_ring,
-        policy.watchdogs_disabled,
-    )
-
-
-def marconi_snapshot_slots(
-    requested: int, prefix_caching_active: bool, policy: PolicySettings
-) -> MarconiSlotDecision:
-    """Snapshot slots to reserve and allocate under `policy`."""
-    return marconi_snapshot_slots_with(requested, prefix_caching_active, policy.marconi_full)
-
-
-def _ladder(env: SpecEnv) -> tuple[Ladder | None, bool, tuple[str, ...]]:
-    """(ladder, whether it was asked for, warnings)."""
-    if env.no_mtp_k_ladder:
-        return None, True, ()
-    if env.mtp_k_ladder is None:
-        return DEFAULT_LADDER, False, ()
-    parsed = parse_ladder(env.mtp_k_ladder)
-    if parsed is None:
-        shown = ",".join(f"{step.n_max}:{step.drafts}" for step in DEFAULT_LADDER)
-        warning = (
-            f"ATLAS_MTP_K_LADDER {env.mtp_k_ladder!r} is no list of n_max:drafts steps and is "
-            f"ignored; the ladder is {shown}"
-        )
-        return DEFAULT_LADDER, False, (warning,)
-    return parsed, True, ()
-
-
-def _check_count(name: str, value: int | None) -> None:
-    if value is not None and value < 0:
-        raise ConfigError(f"{name} is {value}; use 0 or more")

@@ -72,6 +72,7 @@ def _attend(
     positions: Any,
     row_segment: Any,
     block_tables: Any,
+    first_key: Any,
     pages_k: Any,
     pages_v: Any,
     out: Any,
@@ -88,6 +89,8 @@ def _attend(
         table = block_tables[row_segment[r]]
         keys = position + 1
         blocks = (keys + page - 1) // page
+        oldest = first_key[row_segment[r]]
+        first_block = oldest // page
         query = np.empty(width, np.float32)
         scores = np.empty((blocks, page), np.float32)
         mixed = np.empty(width, np.float32)
@@ -103,7 +106,7 @@ def _attend(
                 query,
             )
             best = np.float32(-np.inf)
-            for b in range(blocks):
+            for b in range(first_block, blocks):
                 tile = pages_k[table[b], g]
                 score = scores[b]
                 for j in range(page):
@@ -114,20 +117,21 @@ def _attend(
                     for j in range(page):
                         score[j] += weight * key[j]
                 seen = min(page, keys - b * page)
-                for j in range(seen):
+                for j in range(max(0, oldest - b * page), seen):
                     best = max(best, score[j])
             for j in range(page):
                 sums[j] = _ZERO
             for i in range(width):
                 mixed[i] = _ZERO
-            for b in range(blocks):
+            for b in range(first_block, blocks):
                 tile_v = pages_v[table[b], g]
                 score = scores[b]
                 seen = min(page, keys - b * page)
-                for j in range(seen):
+                skipped = max(0, oldest - b * page)
+                for j in range(skipped, seen):
                     score[j] = exp32(score[j] - best)
                     sums[j] += score[j]
-                for j in range(seen):
+                for j in range(skipped, seen):
                     weight = score[j]
                     value = tile_v[j]
                     for i in range(width):
@@ -154,6 +158,17 @@ def attention_mixer(
     k, v = pages.k.numpy(), pages.v.numpy()
     _write_kv(rows, params.k_norm.numpy(), cos, sin, eps, positions, segments, tables, k, v)
     _attend(
-        rows, params.q_norm.numpy(), cos, sin, eps, positions, segments, tables, k, v, out.numpy()
+        rows,
+        params.q_norm.numpy(),
+        cos,
+        sin,
+        eps,
+        positions,
+        segments,
+        tables,
+        batch.first_key.numpy(),
+        k,
+        v,
+        out.numpy(),
     )
     return out

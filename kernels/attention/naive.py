@@ -26,7 +26,8 @@ def attention_mixer(
 ) -> Tensor:
     """qkv [R, 2 nH hd + 2 nKV hd], columns [q | gate | k | v] -> [R, nH hd], gated.
 
-    Writes k and v of every row into its sequence's pages; a row sees itself and all before it.
+    Writes k and v of every row into its sequence's pages; a row sees itself and all before it,
+    back to `first_key`.
     """
     heads, kv_heads, width = params.heads, params.kv_heads, params.head_dim
     sizes = (heads * width, heads * width, kv_heads * width, kv_heads * width)
@@ -47,17 +48,17 @@ def attention_mixer(
     row_start = batch.row_start.tolist()
     starts = batch.starts.tolist()
     out = torch.empty(qkv.shape[0], heads * width, dtype=qkv.dtype, device=qkv.device)
-    for s, start in enumerate(starts):
+    for s, (start, oldest) in enumerate(zip(starts, batch.first_key.tolist(), strict=True)):
         rows = slice(row_start[s], row_start[s + 1])
         end = start + row_start[s + 1] - row_start[s]
         table = batch.block_tables[s, : -(-end // page)]
-        keys = pages.k[table].float().permute(1, 0, 3, 2).flatten(1, 2)[:, :end]  # [nKV, end, hd]
-        values = pages.v[table].float().transpose(0, 1).flatten(1, 2)[:, :end]
+        keys = pages.k[table].float().permute(1, 0, 3, 2).flatten(1, 2)[:, oldest:end]
+        values = pages.v[table].float().transpose(0, 1).flatten(1, 2)[:, oldest:end]
         keys = keys.repeat_interleave(heads // kv_heads, 0)
         values = values.repeat_interleave(heads // kv_heads, 0)
         scores = q[rows].transpose(0, 1) @ keys.mT * width**-0.5  # [nH, rows, end]
         own = batch.positions[rows]
-        unseen = torch.arange(end, device=qkv.device) > own[:, None]
+        unseen = torch.arange(oldest, end, device=qkv.device) > own[:, None]
         weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
         mixed = (weights @ values).transpose(0, 1).flatten(1)
         out[rows] = (mixed * torch.sigmoid(gate[rows])).to(qkv.dtype)

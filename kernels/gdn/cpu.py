@@ -50,6 +50,37 @@ def _delta_rule(state: Any, q: Any, k: Any, v: Any, decay: Any, beta: Any, out: 
             out[j] += read * row[j]
 
 
+@inline
+def _conv_after(
+    proj: Any,
+    first: Any,
+    before: Any,
+    rows: Any,
+    fresh: Any,
+    ring_inputs: Any,
+    conv: Any,
+    slot: Any,
+    out: Any,
+) -> None:
+    """out [conv_dim, kernel] = the last inputs after `before` ring rows and `rows` own rows.
+
+    `out` may be conv[slot] itself: what a tap reads lies further right than what it overwrites.
+    """
+    conv_dim, taps = out.shape
+    for c in range(conv_dim):
+        for tap in range(taps):
+            t = rows - taps + tap
+            if t >= 0:
+                value = proj[first + t, c]
+            elif t >= -before:
+                value = ring_inputs[slot, before + t, c]
+            elif fresh:
+                value = np.float32(0.0)
+            else:
+                value = conv[slot, c, taps + before + t]
+            out[c, tap] = value
+
+
 @parallel_kernel
 def _mixer(
     proj: Any,
@@ -64,10 +95,15 @@ def _mixer(
     slots: Any,
     committed: Any,
     pending: Any,
+    ring_first: Any,
+    ring_rows: Any,
+    snapshots: Any,
     h: Any,
     conv: Any,
     ring_inputs: Any,
     ring_gates: Any,
+    snapshot_h: Any,
+    snapshot_conv: Any,
     out: Any,
 ) -> None:
     value_heads, dk, dv = h.shape[1], h.shape[2], h.shape[3]
@@ -157,6 +193,8 @@ def _mixer(
                 raw = proj[first + t, gates + value_heads + head] + dt_bias[head]
                 g = head_decay[head] * _softplus(raw)
             _delta_rule(state, q, k, v, exp32(g), beta, read)
+            if snapshots[s] >= 0 and 0 <= t < own - 1:
+                snapshot_h[snapshots[s] + t, head] = state
 
             if t >= 0:
                 mean = sum_of_squares(read) / np.float32(dv)
@@ -168,35 +206,27 @@ def _mixer(
                     )
 
     # A second pass, after every reader: heads share the channels of q and k.
+    gates = conv_dim + value_dim
+    columns_kept = ring_inputs.shape[2]
     for s in prange(segments):
         slot = slots[s]
         before = pending[s]
         first = row_start[s]
         own = row_start[s + 1] - first
-        kept = committed[s]
         fresh = starts[s] == 0
-        total = before + kept
-        for c in range(conv_dim):
-            for tap in range(taps):
-                t = total - taps + tap - before
-                if t >= 0:
-                    value = proj[first + t, c]
-                elif t >= -before:
-                    value = ring_inputs[slot, before + t, c]
-                elif fresh:
-                    value = np.float32(0.0)
-                else:
-                    # Ascending taps read what later ones overwrite only further right.
-                    value = conv[slot, c, taps + before + t]
-                conv[slot, c, tap] = value
-        for t in range(kept, own):
-            gates = conv_dim + value_dim
-            for c in range(conv_dim):
-                ring_inputs[slot, t - kept, c] = proj[first + t, c]
+        if snapshots[s] >= 0:
+            for t in range(own):
+                after = snapshot_conv[slot, t]
+                _conv_after(proj, first, before, t + 1, fresh, ring_inputs, conv, slot, after)
+        _conv_after(proj, first, before, committed[s], fresh, ring_inputs, conv, slot, conv[slot])
+        for place in range(ring_rows[s]):
+            row = first + ring_first[s] + place
+            for c in range(columns_kept):
+                ring_inputs[slot, place, c] = proj[row, c]
             for head in range(value_heads):
-                raw = proj[first + t, gates + value_heads + head] + dt_bias[head]
-                ring_gates[slot, t - kept, 0, head] = head_decay[head] * _softplus(raw)
-                ring_gates[slot, t - kept, 1, head] = sigmoid32(proj[first + t, gates + head])
+                raw = proj[row, gates + value_heads + head] + dt_bias[head]
+                ring_gates[slot, place, 0, head] = head_decay[head] * _softplus(raw)
+                ring_gates[slot, place, 1, head] = sigmoid32(proj[row, gates + head])
 
 
 def gdn_mixer(proj: Tensor, params: GdnParams, state: GdnState, batch: RaggedBatch) -> Tensor:
@@ -215,10 +245,15 @@ def gdn_mixer(proj: Tensor, params: GdnParams, state: GdnState, batch: RaggedBat
         batch.slots.numpy(),
         batch.committed.numpy(),
         batch.pending.numpy(),
+        batch.ring_first.numpy(),
+        batch.ring_rows.numpy(),
+        batch.snapshots.numpy(),
         state.h.numpy(),
         state.conv.numpy(),
         state.ring_inputs.numpy(),
         state.ring_gates.numpy(),
+        state.snapshot_h.numpy(),
+        state.snapshot_conv.numpy(),
         out.numpy(),
     )
     return out

@@ -5,6 +5,8 @@ Formulas: Yang et al., "Gated Delta Networks" (arXiv 2412.06464), in the layout 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,9 @@ from kernels.batch import RaggedBatch
 from kernels.gdn.types import GdnParams, GdnState
 
 CHUNK = 64
+
+# q, k, v, g, beta of some rows
+Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def l2_normalise(x: Tensor) -> Tensor:
@@ -89,55 +94,58 @@ def gdn_mixer(proj: Tensor, params: GdnParams, state: GdnState, batch: RaggedBat
     """proj [R, conv_dim + value_dim + 2 Hv], columns [q | k | v | z | b | a] -> [R, value_dim].
 
     Updates the state of every slot in the batch to what it is after the pending and the committed
-    rows, and leaves the other rows in the slot's ring.
+    rows, and leaves rows in the ring and snapshots behind as the batch asks. A sequence without own
+    rows has its pending ones folded in.
     """
-    row_start, slots = batch.row_start.tolist(), batch.slots.tolist()
-    starts, committed = batch.starts.tolist(), batch.committed.tolist()
-    pending, chunked = batch.pending.tolist(), batch.chunked.tolist()
     out = torch.empty(proj.shape[0], params.value_dim, dtype=proj.dtype, device=proj.device)
-    for s, slot in enumerate(slots):
+    row_start = batch.row_start.tolist()
+    fields = (batch.slots, batch.starts, batch.committed, batch.pending, batch.chunked)
+    kept = (batch.ring_first, batch.ring_rows, batch.snapshots)
+    for s, values in enumerate(zip(*(f.tolist() for f in fields + kept), strict=True)):
         rows = slice(row_start[s], row_start[s + 1])
-        out[rows] = _one_sequence(
-            proj[rows].float(),
-            params,
-            state,
-            slot,
-            fresh=starts[s] == 0,
-            pending=pending[s],
-            committed=committed[s],
-            chunked=bool(chunked[s]),
-        ).to(proj.dtype)
+        part = _Part(*values)
+        out[rows] = _one_sequence(proj[rows].float(), params, state, part).to(proj.dtype)
     return out
 
 
-def _one_sequence(
-    proj: Tensor,
-    params: GdnParams,
-    state: GdnState,
-    slot: int,
-    *,
-    fresh: bool,
-    pending: int,
-    committed: int,
-    chunked: bool,
-) -> Tensor:
-    own = proj.shape[0]
+def _cut(rows: Rows, start: int, end: int) -> Rows:
+    q, k, v, g, beta = (x[start:end] for x in rows)
+    return q, k, v, g, beta
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One sequence's entries of the batch, as plain numbers."""
+
+    slot: int
+    start: int
+    committed: int
+    pending: int
+    chunked: int
+    ring_first: int
+    ring_rows: int
+    snapshot: int
+
+
+def _one_sequence(proj: Tensor, params: GdnParams, state: GdnState, part: _Part) -> Tensor:
+    slot, pending = part.slot, part.pending
     conv_dim, value_dim, hv = params.conv_dim, params.value_dim, params.value_heads
     raw, z, b, a = proj.split((conv_dim, value_dim, hv, hv), dim=-1)
-    g = params.decay * torch.nn.functional.softplus(a + params.dt_bias)
-    beta = torch.sigmoid(b)
+    own_g = params.decay * torch.nn.functional.softplus(a + params.dt_bias)
+    own_beta = torch.sigmoid(b)
+    g, beta = own_g, own_beta
     if pending:
-        raw = torch.cat((state.ring_inputs[slot, :pending].float(), raw))
+        raw = torch.cat((state.ring_inputs[slot, :pending, :conv_dim].float(), raw))
         gates = state.ring_gates[slot, :pending]
         g, beta = torch.cat((gates[:, 0], g)), torch.cat((gates[:, 1], beta))
 
+    fresh = part.start == 0
     taps = params.conv.shape[0]
-    history = state.conv[slot].T[1:] * 1.0
-    if fresh:
-        history = torch.zeros_like(history)
-    window = torch.cat((history, raw))  # [taps - 1 + rows, conv_dim]
+    history = torch.zeros_like(state.conv[slot]) if fresh else state.conv[slot].clone()
+    # [taps + rows, conv_dim]: the state after n rows is window[n : n + taps].
+    window = torch.cat((history.T, raw))
     mixed = torch.nn.functional.conv1d(
-        window.T[None], params.conv.T[:, None, :].float(), groups=conv_dim
+        window[1:].T[None], params.conv.T[:, None, :].float(), groups=conv_dim
     )[0].T
     mixed = torch.nn.functional.silu(mixed)
     key_dim = params.key_heads * params.key_width
@@ -147,21 +155,34 @@ def _one_sequence(
         l2_normalise(x.unflatten(-1, (params.key_heads, -1))).repeat_interleave(ratio, 1)
         for x in (q, k)
     )
-    q = q * params.key_width**-0.5
-    v = v.unflatten(-1, (hv, -1))
+    rows: Rows = (q * params.key_width**-0.5, k, v.unflatten(-1, (hv, -1)), g, beta)
 
     h = torch.zeros_like(state.h[slot]) if fresh else state.h[slot]
-    kept = pending + committed
-    run = chunked_rows if chunked else recurrent_rows
-    o, after = run(q[:kept], k[:kept], v[:kept], g[:kept], beta[:kept], h)
-    if committed < own:
-        rest, _ = recurrent_rows(q[kept:], k[kept:], v[kept:], g[kept:], beta[kept:], after)
-        o = torch.cat((o, rest))
-        open_rows = own - committed
-        state.ring_inputs[slot, :open_rows] = raw[kept:]
-        state.ring_gates[slot, :open_rows, 0] = g[kept:]
-        state.ring_gates[slot, :open_rows, 1] = beta[kept:]
+    kept, total = pending + part.committed, pending + proj.shape[0]
+    if part.snapshot >= 0:
+        # Row by row, and the state after every one but the last is kept.
+        outputs = []
+        for t in range(total):
+            o, h = recurrent_rows(*_cut(rows, t, t + 1), h)
+            outputs.append(o)
+            own = t - pending
+            if 0 <= own < proj.shape[0] - 1:
+                state.snapshot_h[part.snapshot + own] = h
+            if own >= 0:
+                state.snapshot_conv[slot, own] = window[t + 1 : t + 1 + taps].T
+        o, after = torch.cat(outputs), h
+    else:
+        run = chunked_rows if part.chunked else recurrent_rows
+        o, after = run(*_cut(rows, 0, kept), h)
+        if kept < total:
+            o = torch.cat((o, recurrent_rows(*_cut(rows, kept, total), after)[0]))
     state.h[slot] = after
-    state.conv[slot] = torch.cat((torch.zeros_like(window[:1]), window))[kept : kept + taps].T
+    state.conv[slot] = window[kept : kept + taps].T
+    if part.ring_rows:
+        left = slice(part.ring_first, part.ring_first + part.ring_rows)
+        width = state.ring_inputs.shape[2]
+        state.ring_inputs[slot, : part.ring_rows] = proj[left, :width]
+        state.ring_gates[slot, : part.ring_rows, 0] = own_g[left]
+        state.ring_gates[slot, : part.ring_rows, 1] = own_beta[left]
     gated = gated_norm(o[pending:], z.unflatten(-1, (hv, -1)), params.norm, params.eps)
     return gated.flatten(1)

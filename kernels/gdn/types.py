@@ -48,11 +48,15 @@ class GdnState:
     Attributes:
         h: [slots + 1, Hv, Dk, Dv].
         conv: [slots + 1, conv_dim, kernel] raw inputs, newest last (the oldest is never read).
-        ring_inputs: [ring slots, drafts, conv_dim] raw inputs of rows not yet folded into h.
+        ring_inputs: [ring slots, drafts, C >= conv_dim] leading columns of the rows' projections.
         ring_gates: [ring slots, drafts, 2, Hv] their g and beta.
+        snapshot_h: [snapshots, Hv, Dk, Dv] states after verified rows.
+        snapshot_conv: [snapshot slots, drafts + 1, conv_dim, kernel].
     """
 
     h: Tensor
     conv: Tensor
     ring_inputs: Tensor
     ring_gates: Tensor
+    snapshot_h: Tensor
+    snapshot_conv: Tensor

@@ -25,6 +25,18 @@ class Rows:
     committed: int | None = None
     pending: int = 0
     chunked: bool = False
+    ring: tuple[int, int] | None = None
+    snapshot: int = -1
+    first_key: int = 0
+
+    @property
+    def kept(self) -> int:
+        return self.count if self.committed is None else self.committed
+
+    @property
+    def ring_rows(self) -> tuple[int, int]:
+        """(first, count) of the rows left in the ring: by default those not committed."""
+        return self.ring or (self.kept, self.count - self.kept)
 
 
 def make_batch(rows: list[Rows], blocks_per_sequence: int = 5) -> RaggedBatch:
@@ -43,8 +55,12 @@ def make_batch(rows: list[Rows], blocks_per_sequence: int = 5) -> RaggedBatch:
         row_start=torch.tensor(row_start),
         starts=torch.tensor([r.start for r in rows]),
         slots=torch.tensor([r.slot for r in rows]),
-        committed=torch.tensor([r.count if r.committed is None else r.committed for r in rows]),
+        committed=torch.tensor([r.kept for r in rows]),
         pending=torch.tensor([r.pending for r in rows]),
+        ring_first=torch.tensor([r.ring_rows[0] for r in rows]),
+        ring_rows=torch.tensor([r.ring_rows[1] for r in rows]),
+        snapshots=torch.tensor([r.snapshot for r in rows]),
+        first_key=torch.tensor([r.first_key for r in rows]),
         chunked=torch.tensor([int(r.chunked) for r in rows]),
         block_tables=torch.tensor(tables),
     )
@@ -82,13 +98,13 @@ def gdn_state(params: GdnParams, slots: int, seed: int = 1) -> GdnState:
             ),
             dim=2,
         ),
+        snapshot_h=torch.randn(2 * DRAFTS, p.value_heads, p.key_width, p.value_width, generator=g),
+        snapshot_conv=torch.randn(slots, DRAFTS + 1, p.conv_dim, 4, generator=g),
     )
 
 
 def clone_state(state: GdnState) -> GdnState:
-    return GdnState(
-        state.h.clone(), state.conv.clone(), state.ring_inputs.clone(), state.ring_gates.clone()
-    )
+    return GdnState(*(getattr(state, field).clone() for field in state.__slots__))
 
 
 def gdn_proj(params: GdnParams, rows: int, seed: int = 2) -> Tensor:

@@ -22,6 +22,7 @@ def qkv_rows(heads: int, kv_heads: int, width: int, rows: int) -> torch.Tensor:
         [Rows(0, 0, 1)],
         [Rows(0, 63, 1), Rows(1, 64, 1), Rows(2, 0, 65)],
         [Rows(2, 200, 4), Rows(0, 0, 3), Rows(1, 60, 70)],
+        [Rows(2, 200, 4, first_key=190), Rows(0, 70, 3, first_key=64), Rows(1, 9, 2)],
     ],
 )
 def test_cpu_equals_naive(heads: int, kv_heads: int, width: int, rows: list[Rows]) -> None:

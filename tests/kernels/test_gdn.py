@@ -31,6 +31,8 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
         [Rows(2, 0, 3), Rows(0, 5, 1), Rows(1, 9, 4, committed=1, pending=2)],
         [Rows(1, 64, 65), Rows(0, 0, 2), Rows(3, 7, 1, pending=3)],
         [Rows(1, 3, 4, committed=4, pending=1), Rows(2, 8, 2, committed=1)],
+        # Replay leaves all rows but the last, snapshot the state after each; a fold has no rows.
+        [Rows(1, 6, 4, ring=(0, 3)), Rows(2, 8, 3, snapshot=2), Rows(0, 9, 0, pending=2)],
     ],
 )
 def test_cpu_equals_naive(geometry: tuple[int, int, int, int], rows: list[Rows]) -> None:
@@ -45,6 +47,30 @@ def test_cpu_equals_naive(geometry: tuple[int, int, int, int], rows: list[Rows])
     assert torch.equal(state.conv[:, :, 1:], truth.conv[:, :, 1:])
     assert torch.equal(state.ring_inputs, truth.ring_inputs)
     close(state.ring_gates, truth.ring_gates)
+    close(state.snapshot_h, truth.snapshot_h)
+    assert torch.equal(state.snapshot_conv[..., 1:], truth.snapshot_conv[..., 1:])
+
+
+@pytest.mark.parametrize("accepted", [1, 2, 3, 4])
+@pytest.mark.parametrize("mode", ["snapshot", "replay"])
+def test_undoing_rejected_rows_gives_the_bits_of_plain_steps(mode: str, accepted: int) -> None:
+    params = gdn_params(2, 4, 32, 32)
+    plain, state = gdn_state(params, 2), gdn_state(params, 2)
+    proj = gdn_proj(params, 4)
+    for t in range(accepted):
+        cpu.gdn_mixer(proj[t : t + 1], params, plain, make_batch([Rows(0, 5 + t, 1)]))
+    before = clone_state(state)
+    rows = Rows(0, 5, 4, snapshot=1) if mode == "snapshot" else Rows(0, 5, 4, ring=(0, 3))
+    cpu.gdn_mixer(proj, params, state, make_batch([rows]))
+    if mode == "snapshot" and accepted < 4:
+        state.h[0] = state.snapshot_h[1 + accepted - 1]
+        state.conv[0] = state.snapshot_conv[0, accepted - 1]
+    if mode == "replay" and accepted < 4:
+        state.h[0], state.conv[0] = before.h[0], before.conv[0]
+        fold = make_batch([Rows(0, 5, 0, pending=accepted)])
+        cpu.gdn_mixer(proj[:0], params, state, fold)
+    assert torch.equal(state.h[0], plain.h[0])
+    assert torch.equal(state.conv[0, :, 1:], plain.conv[0, :, 1:])
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 31, 63, 64, 65, 128, 150])

@@ -152,7 +152,12 @@ def _randomise(model: Any, bf16: bool, seed: int) -> None:
             else:
                 p.copy_(torch.randn(p.shape, generator=g) / p.shape[-1] ** 0.5)
             if bf16 and not name.endswith(("A_log", "linear_attn.norm.weight")):
-                p.copy_(p.bfloat16().float())
+                p.copy_(_both_halves(p))
+
+
+def _both_halves(x: Tensor) -> Tensor:
+    """Rounded so that bfloat16 and fp16 both hold it exactly: then the CPU packs it as fp16."""
+    return x.bfloat16().half().float()
 
 
 def _mtp_tensors(c: Any, *, moe: bool, bf16: bool) -> dict[str, Tensor]:
@@ -200,4 +205,4 @@ def _mtp_tensors(c: Any, *, moe: bool, bf16: bool) -> dict[str, Tensor]:
             tensors |= gated(f"{base}mlp.experts.{e}.", c.moe_intermediate_size)
     else:
         tensors |= gated(base + "mlp.", c.intermediate_size)
-    return {k: v.bfloat16().float() if bf16 else v for k, v in tensors.items()}
+    return {k: _both_halves(v) if bf16 else v for k, v in tensors.items()}

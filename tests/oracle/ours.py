@@ -7,12 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.config import GRID
+from engine.config import GRID, EngineConfig
 from engine.model.hybrid import HybridModel
 from engine.model.load import load_network
-from engine.pools.kv import KvPool
-from engine.pools.shapes import kv_pool_shapes, state_pool_shapes
-from engine.pools.state import SsmStatePool
+from engine.pools.allocate import allocate_pools
+from engine.reserve.ssm_reserve import SpeculationPolicy, SsmRollbackMode
 from engine.runner import RowPhase, Segment
 from engine.weights.model_config import load_config
 from kernels.ops import Ops, cpu_ops, naive_ops
@@ -25,16 +24,22 @@ def operators(kernels: str) -> Ops:
     return cpu_ops() if kernels == "cpu" else naive_ops(torch.float32)
 
 
-def build(folder: Path, kernels: str, *, drafts: int = 3, threads: int = 1) -> HybridModel:
-    """Model with SLOTS slots, all of them covered by a ring of `drafts` rows, and its drafter."""
+def build(
+    folder: Path,
+    kernels: str,
+    *,
+    drafts: int = 3,
+    threads: int = 1,
+    mode: SsmRollbackMode = SsmRollbackMode.CARRY,
+) -> HybridModel:
+    """Model with SLOTS slots, all of which may verify `drafts` drafts, and its drafter."""
     config = load_config(folder)
-    device = torch.device("cpu")
-    ring = SLOTS + 1 if drafts else 0
-    states = SsmStatePool(state_pool_shapes(config, SLOTS, ring_slots=ring, drafts=drafts), device)
-    kv = KvPool(kv_pool_shapes(config, SLOTS * BLOCKS_EACH, with_mtp=True), torch.float32, device)
+    policy = SpeculationPolicy(drafts, mode)
+    limits = EngineConfig(str(folder), max_batch_size=SLOTS, max_seq_len=512)
+    pools = allocate_pools(config, limits, policy, SLOTS * BLOCKS_EACH, torch.float32)
     ops = operators(kernels)
-    network = load_network(folder, config, states, kv, ops, 512, with_mtp=True)
-    return HybridModel(config, network, states, kv, ops, torch.float32, threads)
+    network = load_network(folder, config, pools, ops, 512, with_mtp=True)
+    return HybridModel(config, network, pools, ops, torch.float32, threads, mode)
 
 
 def segment(

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from engine.model.batching import step_input
 from engine.model.hybrid import HybridModel
-from engine.runner import RowPhase
+from engine.pools.rollback import RowLayout
+from engine.runner import DraftRows, RowPhase, Segment
 from tests.oracle.checkpoints import Oracle
 from tests.oracle.ours import segment
 from tests.oracle.test_logits import prompt
@@ -55,11 +58,56 @@ def test_drafts(oracle: Oracle, model: HybridModel) -> None:
                 hidden = mtp.forward_layer(0, hidden, place, cache, input_ids=token)
 
     ours = model.forward([segment(1, 0, ids, RowPhase.PREFILL)])
-    drafted = model.draft([segment(1, 0, shifted, RowPhase.DECODE, logit_rows=1)], ours.hidden)
-    got = [drafted.logits[-1]]
+    out, logits = head(model, segment(1, 0, shifted, RowPhase.DECODE, logit_rows=1), ours.hidden)
+    got = [logits]
     for step in range(1, 3):
-        token = int(got[-1].argmax())
-        row = segment(1, 19 + step, [token], RowPhase.DECODE)
-        drafted = model.draft([row], drafted.hidden[-1:])
-        got.append(drafted.logits[-1])
-    assert float((torch.stack(got) - torch.stack(want)).abs().max()) <= TOLERANCE
+        row = segment(1, 19 + step, [int(got[-1].argmax())], RowPhase.DECODE)
+        out, logits = head(model, row, out[-1:])
+        got.append(logits)
+    assert float((torch.cat(got) - torch.stack(want)).abs().max()) <= TOLERANCE
+
+    table = segment(1, 0, [0], RowPhase.DECODE).block_table
+    model.claim_slot(1)
+    rows = DraftRows(1, 0, 0, tuple(shifted), table, engaged=True, drafts=3)
+    (proposal,) = model.draft([rows], ours.hidden)
+    assert list(proposal.tokens) == [int(logits.argmax()) for logits in want]
+    best = [float(logits.log_softmax(-1).max()) for logits in want]
+    torch.testing.assert_close(proposal.logprobs, tuple(best), atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def head(model: HybridModel, rows: Segment, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The MTP head alone: its hidden rows and the logits of the wanted ones."""
+    layouts = [RowLayout(len(rows.token_ids))]
+    pending = model.states.pending * 0
+    step = step_input([rows], layouts, pending, model.kv.dummy_block, model.device)
+    network = model.network
+    assert network.mtp is not None
+    out = network.mtp(network.embed[step.token_ids].float(), hidden, step.batch)
+    return out, network.lm_head(out[step.logit_rows])
+
+
+def test_a_pause_costs_context_and_nothing_else(oracle: Oracle, model: HybridModel) -> None:
+    """Remembered rows give the drafts of rows written at once; a long pause gives some drafts."""
+    ids = prompt(100, 5)
+    table = segment(0, 0, [0], RowPhase.DECODE).block_table
+
+    def rows(slot: int, start: int, end: int, first: int, *, engaged: bool) -> DraftRows:
+        tokens = tuple(ids[start + 1 : end + 1])
+        blocks = tuple(block + slot * len(table) for block in table)
+        return DraftRows(slot, start, first, tokens, blocks, engaged, 3 if engaged else 0)
+
+    for slot in (0, 1, 2):
+        model.claim_slot(slot)
+    hidden = model.forward([segment(0, 0, ids[:99], RowPhase.PREFILL)]).hidden
+    model.draft([rows(0, 0, 30, 0, engaged=True)], hidden)
+    want = model.draft([rows(0, 30, 90, 30, engaged=True)], hidden)
+    model.draft([rows(1, 0, 30, 0, engaged=True)], hidden)
+    for start in range(30, 80, 10):
+        model.draft([rows(1, start, start + 10, start, engaged=False)], hidden)
+    assert model.draft([rows(1, 80, 90, 80, engaged=True)], hidden) == want
+    model.draft([rows(2, 0, 80, 0, engaged=False)], hidden)
+    model.move_slot(2, 1)
+    (late,) = model.draft([rows(1, 80, 90, 80, engaged=True)], hidden)
+    assert len(late.tokens) == 3
+    assert all(logprob <= 0 for logprob in late.logprobs)

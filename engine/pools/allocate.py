@@ -1,0 +1,132 @@
+"""Makes the pools of a configuration, and accounts for what they hold by ledger term."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.pools.kv import KvPool
+from engine.pools.shapes import (
+    StatePoolShapes,
+    VerifyPoolShapes,
+    drafter_log_shape,
+    kv_pool_shapes,
+    state_pool_shapes,
+    verify_pool_shapes,
+)
+from engine.pools.state import SsmStatePool
+from engine.reserve.ssm_reserve import SpeculationPolicy, SsmRollbackMode, mtp_slot_draft_capacity
+from engine.reserve.terms import allocated_terms
+from engine.reserve.verify_terms import (
+    DRAFTER_LOG,
+    REPLAY_RING,
+    REPLAY_RING_DUMMY,
+    VERIFY_DUMMY,
+    VERIFY_POOL,
+)
+from engine.weights.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """The tensors that sequences live in; drafter_log: see drafter_log_shape, 0 slots without."""
+
+    states: SsmStatePool
+    kv: KvPool
+    drafter_log: Tensor
+
+
+def allocate_pools(
+    model: ModelConfig,
+    config: EngineConfig,
+    policy: SpeculationPolicy,
+    kv_blocks: int,
+    dtype: torch.dtype,
+) -> Pools:
+    """State, verify storage and KV pages for `config`; KV of the drafter when it speculates."""
+    device = torch.device(config.device)
+    slots, verify = pool_shapes(model, config.max_batch_size, policy)
+    speculates = policy.num_drafts > 0
+    pages = kv_pool_shapes(model, kv_blocks, with_mtp=speculates)
+    log = drafter_log_shape(model, config.max_batch_size) if speculates else (0, 0, 0)
+    return Pools(
+        SsmStatePool(slots, verify, device),
+        KvPool(pages, dtype, device),
+        torch.zeros(log, dtype=dtype, device=device),
+    )
+
+
+def pool_shapes(
+    model: ModelConfig, max_batch_size: int, policy: SpeculationPolicy
+) -> tuple[StatePoolShapes, VerifyPoolShapes]:
+    """Shapes of the recurrent state and of what the rollback mode needs beside it.
+
+    The dummy of every verify pool is as deep as slot 0, the deepest.
+    """
+    drafts = policy.num_drafts
+    slots = policy.covered(max_batch_size) + 1 if drafts else 0
+    match policy.rollback:
+        case SsmRollbackMode.CARRY:
+            return (
+                state_pool_shapes(model, max_batch_size, ring_slots=slots, drafts=drafts),
+                verify_pool_shapes(model, 0),
+            )
+        case SsmRollbackMode.REPLAY:
+            width = model.conv_dim + model.value_dim
+            return (
+                state_pool_shapes(
+                    model, max_batch_size, ring_slots=slots, drafts=drafts, ring_width=width
+                ),
+                verify_pool_shapes(model, slots),
+            )
+        case SsmRollbackMode.SNAPSHOT:
+            depths = [
+                mtp_slot_draft_capacity(
+                    slot,
+                    policy.dispatch_cap,
+                    drafts,
+                    policy.rollback,
+                    policy.ladder,
+                    full_width=policy.full_width,
+                )
+                for slot in (*range(slots - 1), 0)
+            ]
+            intermediates = tuple(depths) if slots else ()
+            return (
+                state_pool_shapes(model, max_batch_size),
+                verify_pool_shapes(model, slots, intermediates=intermediates, drafts=drafts),
+            )
+
+
+def pool_terms(
+    config: EngineConfig, policy: SpeculationPolicy, pools: Pools, rotary_bytes: int
+) -> dict[str, int]:
+    """Bytes that the pools hold, by exact ledger term; `rotary_bytes` of the rotary tables."""
+    states, kv = pools.states, pools.kv
+    carry = policy.rollback is SsmRollbackMode.CARRY
+    terms = allocated_terms(
+        config,
+        state_bytes=states.nbytes,
+        ring_bytes=states.ring_bytes if carry else 0,
+        ring_slots=states.ring_slots if carry else 0,
+        kv_bytes=kv.nbytes,
+        kv_blocks=kv.blocks,
+        rotary_bytes=rotary_bytes,
+    )
+    if policy.num_drafts == 0:
+        return terms
+    terms[DRAFTER_LOG] = pools.drafter_log.nbytes
+    if carry:
+        return terms
+    dummy = states.blob_bytes
+    if policy.rollback is SsmRollbackMode.SNAPSHOT:
+        places = int(states.snapshot_h.shape[1]) - states.first_place[-1]
+        dummy += places * states.h_bytes + (policy.num_drafts + 1) * states.conv_bytes
+    terms |= {VERIFY_POOL: states.verify_bytes - dummy, VERIFY_DUMMY: dummy}
+    if policy.rollback is SsmRollbackMode.REPLAY:
+        one = states.ring_bytes // states.ring_slots
+        terms |= {REPLAY_RING: states.ring_bytes - one, REPLAY_RING_DUMMY: one}
+    return terms

@@ -1,0 +1,134 @@
+"""How a verify gets rid of rejected rows: three modes behind one interface (SPEC section 8).
+
+Knows slots and rows, not which tokens were right: that comes in as a count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.pools.state import SsmStatePool
+from engine.reserve.ssm_reserve import SsmRollbackMode
+from engine.runner import Verified
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """What the GDN kernel does with a segment's rows; see kernels.batch.RaggedBatch."""
+
+    committed: int
+    ring_first: int = 0
+    ring_rows: int = 0
+    snapshot: int = -1
+
+
+class Rollback(Protocol):
+    """One mode, over one state pool."""
+
+    def layout(self, slot: int, rows: int) -> RowLayout:
+        """How to run a verify of `rows` rows, the first of which is final."""
+        ...
+
+    def before(self, slots: Sequence[int]) -> None:
+        """The slots are about to be verified."""
+        ...
+
+    def undo(self, slots: Sequence[int]) -> None:
+        """The verify of these slots raised; return to the state before it where there is one."""
+        ...
+
+    def after(self, verified: Sequence[Verified]) -> list[int]:
+        """Keep what was emitted; returns the slots whose pending rows must be folded in now."""
+        ...
+
+
+class Carry:
+    """No unverified row touches the state: accepted ones wait in the ring for the next step."""
+
+    def __init__(self, states: SsmStatePool) -> None:
+        self._states = states
+
+    def layout(self, slot: int, rows: int) -> RowLayout:
+        """Row 0 on the stored state, the others on a copy and into the ring."""
+        return RowLayout(committed=1, ring_first=1, ring_rows=rows - 1)
+
+    def before(self, slots: Sequence[int]) -> None:
+        """Nothing to save."""
+
+    def undo(self, slots: Sequence[int]) -> None:
+        """Nothing was saved."""
+
+    def after(self, verified: Sequence[Verified]) -> list[int]:
+        """The rows that came true are pending; the last emitted token is the next step's row 0."""
+        for slot, _, emitted in verified:
+            self._states.pending[slot] = emitted - 1
+        return []
+
+
+class _Checkpointed:
+    """What snapshot and replay share: the state before the verify is kept."""
+
+    def __init__(self, states: SsmStatePool) -> None:
+        self._states = states
+
+    def before(self, slots: Sequence[int]) -> None:
+        """Copy the states of the slots to their checkpoints."""
+        states, index = self._states, list(slots)
+        states.checkpoint_h[:, index] = states.h[:, index]
+        states.checkpoint_conv[:, index] = states.conv[:, index]
+        states.bytes_moved += 2 * states.blob_bytes * len(index)
+
+    def undo(self, slots: Sequence[int]) -> None:
+        """Copy them back."""
+        states, index = self._states, list(slots)
+        states.h[:, index] = states.checkpoint_h[:, index]
+        states.conv[:, index] = states.checkpoint_conv[:, index]
+        states.bytes_moved += 2 * states.blob_bytes * len(index)
+
+
+class Replay(_Checkpointed):
+    """All rows run on the stored state; after a partial accept the right ones are run again."""
+
+    def layout(self, slot: int, rows: int) -> RowLayout:
+        """Everything on the stored state; the inputs of all rows but the last are kept."""
+        return RowLayout(committed=rows, ring_first=0, ring_rows=rows - 1)
+
+    def after(self, verified: Sequence[Verified]) -> list[int]:
+        """Back to the checkpoint, from which `emitted` rows of the ring are to be folded."""
+        partial = [v for v in verified if v.emitted < v.rows]
+        if partial:
+            self.undo([v.slot for v in partial])
+        for v in partial:
+            self._states.pending[v.slot] = v.emitted
+        return [v.slot for v in partial]
+
+
+class Snapshot(_Checkpointed):
+    """Every row leaves its state behind, and the commit picks one."""
+
+    def layout(self, slot: int, rows: int) -> RowLayout:
+        """Everything on the stored state, with a snapshot after every row but the last."""
+        return RowLayout(committed=rows, snapshot=self._states.first_place[slot])
+
+    def after(self, verified: Sequence[Verified]) -> list[int]:
+        """After a partial accept the state is the snapshot behind the last emitted row."""
+        states = self._states
+        for slot, rows, emitted in verified:
+            if emitted < rows:
+                place = states.first_place[slot] + emitted - 1
+                states.h[:, slot] = states.snapshot_h[:, place]
+                states.conv[:, slot] = states.snapshot_conv[:, slot, emitted - 1]
+                states.bytes_moved += 2 * states.blob_bytes
+        return []
+
+
+def rollback_of(mode: SsmRollbackMode, states: SsmStatePool) -> Rollback:
+    """The strategy for a mode."""
+    kinds: dict[SsmRollbackMode, type[Carry] | type[Replay] | type[Snapshot]] = {
+        SsmRollbackMode.CARRY: Carry,
+        SsmRollbackMode.REPLAY: Replay,
+        SsmRollbackMode.SNAPSHOT: Snapshot,
+    }
+    return kinds[mode](states)
