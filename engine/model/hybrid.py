@@ -173,6 +173,7 @@ class HybridModel:
     def _use_threads(self, rows: int) -> None:
         threads = self._threads if rows >= ROWS_FOR_THREADS else 1
         if threads != self._threads_now and self.device.type == "cpu":
-            torch.set_num_threads(threads)
+            # In this order: numba starts its OpenMP pool here, which resets torch's count.
             self._ops.limit_threads(threads)
+            torch.set_num_threads(threads)
             self._threads_now = threads
