@@ -19,14 +19,29 @@ from engine.sampling.sampler import Sampler, accepted_burst
 from engine.sampling.shaping import TokenMask
 from engine.scheduler import Scheduler, StepKind, StepOutcome, StepPlan
 
+# How long a step waits for a grammar when there is nothing else to do, and so how long a request
+# that comes meanwhile may have to wait.
+_HELD_SECONDS = 0.005
+
 logger = logging.getLogger(__name__)
 
 
 class TokenMasks(Protocol):
     """Says which tokens a request's grammar allows, as a function of the tokens so far."""
 
-    def open(self, request: GenerationRequest) -> None:
-        """A request with a grammar was queued; raises RequestError when it cannot be used."""
+    def open(self, request: GenerationRequest) -> bool:
+        """Whether a request's masks are ready; if not, it is held until `settled` names it.
+
+        Raises RequestError when its grammar cannot be used.
+        """
+        ...
+
+    def settled(self) -> Listing[tuple[int, RequestError | None]]:
+        """The held requests that are ready now, or what is wrong with them; each is named once."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until `settled` has news, `seconds` at most."""
         ...
 
     def allowed(self, request_id: int, output: Listing[int]) -> TokenMask | None:
@@ -97,9 +112,9 @@ class EngineCore:
                 "this server cannot constrain output by a grammar; leave response_format out",
                 param="response_format",
             )
-        self._masks.open(request)
+        ready = self._masks.open(request)
         try:
-            self.scheduler.add(request)
+            self.scheduler.add(request, held=not ready)
         except Exception:
             self._masks.close(request.request_id)
             raise
@@ -141,7 +156,9 @@ class EngineCore:
         """
         deltas, self._outbox = self._outbox, []
         deltas += self.scheduler.expire()
-        if self.scheduler.has_work():
+        if self._masks is not None and self.scheduler.held:
+            deltas += self._settle(self._masks)
+        if self.scheduler.can_step():
             start = self._clock()
             plan = self.scheduler.plan()
             if not plan.segments:
@@ -171,7 +188,20 @@ class EngineCore:
             preemptions=self.scheduler.preemptions,
             prompt_tokens=self.scheduler.prompt_tokens,
             generation_tokens=self.scheduler.generation_tokens,
+            held=self.scheduler.held,
         )
+
+    def _settle(self, masks: TokenMasks) -> list[TokenDelta]:
+        """Let go of the held requests whose grammar is ready, and refuse those it failed for."""
+        if not self.scheduler.can_step():
+            masks.wait(_HELD_SECONDS)
+        refused: list[TokenDelta] = []
+        for request_id, error in masks.settled():
+            if error is None:
+                self.scheduler.let_go(request_id)
+            elif (delta := self.scheduler.refuse(request_id, error)) is not None:
+                refused.append(delta)
+        return refused
 
     def _run(self, plan: StepPlan) -> list[TokenDelta]:
         try:
@@ -188,13 +218,12 @@ class EngineCore:
 
     def _sample(self, plan: StepPlan, result: ForwardResult) -> StepOutcome:
         """Draw a target for every logits row and keep each burst up to its first wrong draft."""
-        sampled = self._sampler.sample(
-            result.logits, plan.sampling_rows, self._allowed(plan) if self._masked else None
-        )
+        allowed, broken = self._allowed(plan) if self._masked else ({}, {})
+        sampled = self._sampler.sample(result.logits, plan.sampling_rows, allowed)
         targets = sampled.tokens
         tokens: list[Listing[int]] = []
         logprobs: list[Listing[TokenLogprobs]] = []
-        failures: dict[int, str] = {}
+        failures: dict[int, str] = dict(broken)
         row = 0
         for index, segment in enumerate(plan.segments):
             end = row + segment.logit_rows
@@ -205,25 +234,33 @@ class EngineCore:
             kept = range(row, row + len(burst))
             if sampled.logprobs:
                 logprobs.append([sampled.logprobs[r] for r in kept if r in sampled.logprobs])
-            if sampled.failed and not sampled.failed.isdisjoint(kept):
+            if sampled.failed and not sampled.failed.isdisjoint(kept) and index not in failures:
                 failures[index] = "the model produced no finite logits for this request"
             row = end
         return StepOutcome(tokens, logprobs, failures)
 
-    def _allowed(self, plan: StepPlan) -> dict[int, TokenMask]:
-        """The grammar's masks by logits row."""
+    def _allowed(self, plan: StepPlan) -> tuple[dict[int, TokenMask], dict[int, str]]:
+        """The grammars' masks by logits row, and by segment what to tell where one failed."""
         masks: dict[int, TokenMask] = {}
-        row = 0
-        for sequence, segment in zip(plan.sequences, plan.segments, strict=True):
-            end = row + segment.logit_rows
-            if self._masks is not None and sequence.request_id in self._masked:
-                for index in range(row, end):
-                    output = [*sequence.generated, *plan.sampling_rows[index].drafts]
+        failures: dict[int, str] = {}
+        end = 0
+        for number, (sequence, segment) in enumerate(
+            zip(plan.sequences, plan.segments, strict=True)
+        ):
+            rows = range(end, end + segment.logit_rows)
+            end = rows.stop
+            if self._masks is None or sequence.request_id not in self._masked:
+                continue
+            try:
+                for row in rows:
+                    output = [*sequence.generated, *plan.sampling_rows[row].drafts]
                     mask = self._masks.allowed(sequence.request_id, output)
                     if mask is not None:
-                        masks[index] = mask
-            row = end
-        return masks
+                        masks[row] = mask
+            except Exception:
+                logger.exception("The grammar of request %d failed", sequence.request_id)
+                failures[number] = "the grammar of this request failed; try again"
+        return masks, failures
 
     def _close_masks(self, masks: TokenMasks, deltas: list[TokenDelta]) -> None:
         for delta in deltas:

@@ -111,7 +111,9 @@ class TokenDelta:
         finish_reason: set on the last delta only.
         stop_token_id: the id that ended the sequence (an end id or a stop id), else None.
         error: a sentence for the client when finish_reason is ERROR.
-        error_status: the HTTP status that fits the error.
+        error_status: the HTTP status that fits the error; below 500 it is the client's mistake.
+        error_param: the request field to blame, or None.
+        error_code: a machine-readable code of the error, or None.
     """
 
     request_id: int
@@ -121,13 +123,57 @@ class TokenDelta:
     stop_token_id: int | None = None
     error: str | None = None
     error_status: int = 500
+    error_param: str | None = None
+    error_code: str | None = None
     stats: RequestStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Gauges and counters of speculation; counters only ever rise.
+
+    Attributes:
+        verifies: sequences verified with at least one draft.
+        draft_tokens, accepted_tokens: over all verifies.
+        accepted_per_position: verifies whose draft at this position was accepted.
+        accepted_lengths: verifies by number of accepted drafts, 0 first.
+        engaged: the last step chose to speculate; engagements: how often that changed to true,
+            disengagements: to false.
+        covered, uncovered: decoding sequences in slots that may and may not be verified.
+        rungs: (decoding sequences, drafts) as last chosen for each width.
+        steps_speculative, steps_plain: decode steps with and without drafts, and their seconds.
+        reasons: (reason, steps) of decode steps without drafts.
+        dcut_tokens: drafts that D-Cut dropped. probes, reprobes: see the controllers.
+        state_bytes: recurrent state read and written.
+    """
+
+    verifies: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    accepted_lengths: tuple[int, ...] = ()
+    engaged: bool = False
+    engagements: int = 0
+    disengagements: int = 0
+    covered: int = 0
+    uncovered: int = 0
+    rungs: tuple[tuple[int, int], ...] = ()
+    steps_speculative: int = 0
+    steps_plain: int = 0
+    seconds_speculative: float = 0.0
+    seconds_plain: float = 0.0
+    reasons: tuple[tuple[str, int], ...] = ()
+    dcut_tokens: int = 0
+    probes: int = 0
+    reprobes: int = 0
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Gauges and counters of the engine at the end of a step; counters only ever rise.
 
+    `held` of those that wait are there for their grammar, not for room.
     `steps_by_kind` pairs a kind (`decode`, `prefill`, `mixed`, `verify`) with its count.
     """
 
@@ -145,3 +191,5 @@ class EngineStats:
     preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    speculation: SpeculationStats | None = None
+    held: int = 0

@@ -29,9 +29,9 @@ class ProgressClock:
         self._beat: tuple[float, float] | None = None
 
     def report(self, report: StepReport, now: float) -> None:
-        """A step that ran rows or said something is progress."""
+        """A step that ran rows or said something is progress; so is a wait for a grammar."""
         self._heard = now
-        if report.deltas or (report.stepped and report.stats.last_step_rows):
+        if report.deltas or report.stats.held or (report.stepped and report.stats.last_step_rows):
             self._moved = now
 
     def beat(self, beat: Heartbeat, now: float) -> None:

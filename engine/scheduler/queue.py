@@ -41,8 +41,8 @@ class WaitingQueue:
         return iter(self._items)
 
     def window(self) -> list[Sequence]:
-        """The first requests in order, as many as admission may look at."""
-        return list(islice(self._items, ADMISSION_WINDOW))
+        """The first requests in order that may start, as many as admission may look at."""
+        return list(islice((s for s in self._items if not s.held), ADMISSION_WINDOW))
 
     def expect_room(self) -> None:
         """Check that a newcomer may join.

@@ -72,14 +72,18 @@ class Scheduler:
         self._eos_ids = eos_ids
         self._clock = clock
         self._sequences: dict[int, Sequence] = {}
+        self._held: set[int] = set()
         self._arrivals = 0
         self._in_flight: StepPlan | None = None
         self._aborted_in_flight: list[Sequence] = []
 
     # ---- verbs of the caller -------------------------------------------------------------
 
-    def add(self, request: GenerationRequest) -> Sequence:
+    def add(self, request: GenerationRequest, *, held: bool = False) -> Sequence:
         """Queue a request.
+
+        Args:
+            held: it keeps its place in the queue but does not start before `let_go`.
 
         Raises:
             RequestError: it can never run: empty, longer than the context or than the KV pool.
@@ -92,7 +96,12 @@ class Scheduler:
         self.waiting.expect_room()
         now = self._clock()
         sequence = Sequence(
-            request, arrival=self._arrivals, limit=limit, eos_ids=self._eos_ids, now=now
+            request,
+            arrival=self._arrivals,
+            limit=limit,
+            eos_ids=self._eos_ids,
+            now=now,
+            held=held,
         )
         if sequence.blocks_at_most() > self.holdings.blocks.total:
             raise RequestError(
@@ -104,8 +113,34 @@ class Scheduler:
             )
         self._arrivals += 1
         self._sequences[request.request_id] = sequence
+        if held:
+            self._held.add(request.request_id)
         self.waiting.join(sequence, now)
         return sequence
+
+    @property
+    def held(self) -> int:
+        """Requests that wait for `let_go` or `refuse`."""
+        return len(self._held)
+
+    def let_go(self, request_id: int) -> None:
+        """A held request may start; one that has ended meanwhile is passed over."""
+        if request_id in self._held:
+            self._held.discard(request_id)
+            self._sequences[request_id].held = False
+
+    def refuse(self, request_id: int, error: RequestError) -> TokenDelta | None:
+        """End a held request with what is wrong with it; None when it has ended meanwhile."""
+        if request_id not in self._held:
+            return None
+        return self._end(
+            self._sequences[request_id],
+            FinishReason.ERROR,
+            error=error.message,
+            error_status=error.status,
+            error_param=error.param,
+            error_code=error.code,
+        )
 
     def abort(self, request_id: int) -> TokenDelta | None:
         """End a request in whatever state it is.
@@ -167,6 +202,10 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self._sequences)
+
+    def can_step(self) -> bool:
+        """Whether any request runs or may start."""
+        return len(self._sequences) > len(self._held)
 
     def requests(self) -> tuple[int, ...]:
         """Ids of all requests that wait or run."""
@@ -386,6 +425,8 @@ class Scheduler:
         *,
         error: str | None = None,
         error_status: int = 500,
+        error_param: str | None = None,
+        error_code: str | None = None,
     ) -> TokenDelta:
         """Release a sequence and make its last delta."""
         sequence.finish_reason = reason
@@ -398,6 +439,8 @@ class Scheduler:
             finish_reason=reason,
             error=error,
             error_status=error_status,
+            error_param=error_param,
+            error_code=error_code,
             stats=sequence.stats(),
         )
 
@@ -405,6 +448,7 @@ class Scheduler:
         if sequence.slot is not None:
             self.holdings.give_back(sequence)
         sequence.phase = Phase.FINISHED
+        self._held.discard(sequence.request_id)
         del self._sequences[sequence.request_id]
 
     def _compact(self) -> None:

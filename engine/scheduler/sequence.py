@@ -40,6 +40,7 @@ class Sequence:
         block_table: KV blocks in order; a tuple so that a step can pass it on unchanged.
         capacity: tokens that the block table has room for.
         drafts: tokens proposed for the next step's rows after the last emitted token.
+        held: it waits for something else than room (its grammar) and is not admitted yet.
         bypassed: how often a later request was admitted past this one.
         queued_at: when it last joined the queue, in seconds of the scheduler's clock.
     """
@@ -54,6 +55,7 @@ class Sequence:
         "drafts",
         "finish_reason",
         "generated",
+        "held",
         "key",
         "limit",
         "phase",
@@ -76,6 +78,7 @@ class Sequence:
         limit: int,
         eos_ids: frozenset[int],
         now: float,
+        held: bool = False,
     ) -> None:
         params = request.sampling
         self.request = request
@@ -95,6 +98,7 @@ class Sequence:
         self.block_table: tuple[int, ...] = ()
         self.capacity = 0
         self.drafts: tuple[int, ...] = ()
+        self.held = held
         self.bypassed = 0
         self.preemptions = 0
         self.queued_at = now

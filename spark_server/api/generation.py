@@ -85,6 +85,13 @@ def _take(run: ChoiceRun, delta: TokenDelta, observer: RequestObserver) -> tuple
     """Feed one delta to the choice's machine; the second result says whether the choice ends."""
     if delta.stats is not None:
         run.stats = delta.stats
+    if delta.finish_reason is FinishReason.ERROR and delta.error_status < 500:
+        raise RequestError(
+            delta.error or "the request cannot be served",
+            param=delta.error_param,
+            code=delta.error_code,
+            status=delta.error_status,
+        )
     if delta.finish_reason is FinishReason.ERROR:
         raise EngineFailureError(delta.error or "the engine failed", delta.error_status)
     if delta.finish_reason is FinishReason.ABORT:

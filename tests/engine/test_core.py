@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -300,17 +301,36 @@ def with_grammar(request_id: int, grammar: str, max_tokens: int, **options: Any)
 
 
 class EvenOdd:
-    """A grammar that alternates even and odd ids and ends after six tokens."""
+    """A grammar that alternates even and odd ids and ends after six tokens.
+
+    `slow` ones are held until the test puts them into `news`; `broken` ones raise.
+    """
 
     def __init__(self) -> None:
         self.opened: list[int] = []
+        self.broken: set[int] = set()
+        self.news: list[tuple[int, RequestError | None]] = []
+        self.waits = 0
 
-    def open(self, request: GenerationRequest) -> None:
+    def open(self, request: GenerationRequest) -> bool:
         if request.grammar == "bad":
             raise RequestError("the grammar is bad")
         self.opened.append(request.request_id)
+        if request.grammar == "broken":
+            self.broken.add(request.request_id)
+        return request.grammar != "slow"
+
+    def settled(self) -> list[tuple[int, RequestError | None]]:
+        news, self.news = self.news, []
+        return news
+
+    def wait(self, seconds: float) -> None:
+        assert seconds < 0.1
+        self.waits += 1
 
     def allowed(self, request_id: int, output: Sequence[int]) -> TokenMask | None:
+        if request_id in self.broken:
+            raise ValueError("broken")
         mask = np.zeros(VOCAB, np.bool_)
         if len(output) == 6:
             mask[0] = True
@@ -352,6 +372,65 @@ def test_a_grammar_is_refused_where_none_can_be_used() -> None:
     engine.core.abort(2)
     engine.finish()
     assert masks.opened == []
+
+
+def test_a_held_request_waits_for_its_grammar_and_nobody_waits_for_it() -> None:
+    masks = EvenOdd()
+    engine = Engine(masks=masks, slots=2)
+    engine.core.add(with_grammar(1, "slow", 20))
+    for _ in range(3):
+        assert engine.core.step() == []
+    assert masks.waits == 3
+    assert (engine.core.stats().held, engine.core.stats().waiting) == (1, 1)
+    assert engine.core.stats().steps == 0
+    engine.core.add(request(2, prompt(10), 4, ignore_eos=True))
+    while engine.core.has_work() and not engine.deltas.get(2, [])[3:]:
+        engine.step()
+    assert engine.last(2).finish_reason is FinishReason.LENGTH
+    assert masks.waits == 3, "nobody sleeps while there is something to do"
+    masks.news.append((1, None))
+    engine.finish()
+    assert [t % 2 for t in engine.tokens(1)] == [0, 1, 0, 1, 0, 1, 0]
+    assert masks.opened == []
+
+
+@pytest.mark.parametrize("end", ["refuse", "abort", "expire"])
+def test_a_held_request_can_end_in_the_queue(end: str) -> None:
+    now = 0.0
+    masks = EvenOdd()
+    engine = Engine(masks=masks, slots=1, clock=lambda: now)
+    engine.core.add(replace(with_grammar(1, "slow", 20), deadline=3.0))
+    engine.step()
+    if end == "refuse":
+        masks.news.append((1, RequestError("too deep", param="p", code="c")))
+    elif end == "abort":
+        engine.core.abort(1)
+    now = 4.0 if end == "expire" else 0.0
+    engine.step()
+    last = engine.last(1)
+    assert last.finish_reason is (FinishReason.ABORT if end == "abort" else FinishReason.ERROR)
+    if end == "refuse":
+        assert (last.error, last.error_status) == ("too deep", 400)
+        assert (last.error_param, last.error_code) == ("p", "c")
+    assert masks.opened == []
+    assert not engine.core.has_work()
+    masks.news += [(1, None), (1, RequestError("late"))]
+    engine.core.add(request(2, prompt(10), 2, ignore_eos=True))
+    engine.finish()
+    assert len(engine.tokens(2)) == 2
+
+
+def test_a_grammar_that_raises_ends_its_own_request_only() -> None:
+    engine = Engine(masks=EvenOdd())
+    engine.core.add(with_grammar(1, "broken", 5))
+    engine.core.add(with_grammar(2, "g", 20))
+    engine.core.add(request(3, prompt(10), 4, ignore_eos=True))
+    engine.finish()
+    assert engine.last(1).finish_reason is FinishReason.ERROR
+    assert engine.last(1).error == "the grammar of this request failed; try again"
+    assert engine.last(1).error_status == 500
+    assert engine.last(2).finish_reason is FinishReason.STOP
+    assert engine.last(3).finish_reason is FinishReason.LENGTH
 
 
 def test_every_request_of_a_mixed_load_is_served_within_a_bound() -> None:
