@@ -173,7 +173,8 @@ def parse_config(
         eos_token_ids=_end_ids(generation or {}, text, config),
         dtype=_stored_dtype(text, config),
     )
-    _check(parsed, text)
+    _check_switches(text, config)
+    _check_heads(parsed)
     return parsed
 
 
@@ -259,15 +260,31 @@ def _end_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _check(config: ModelConfig, text: Mapping[str, Any]) -> None:
+def _check_switches(text: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Refuse every switch that asks for another computation than the one that is built."""
     if text.get("attention_bias"):
         raise ModelFormatError("config.json: attention_bias is true; biases are not served")
     if text.get("hidden_act", "silu") != "silu":
         raise ModelFormatError(f"config.json: hidden_act {text['hidden_act']!r} is not served")
+    if text.get("output_gate_type", "swish") not in ("swish", "silu"):
+        gate = text["output_gate_type"]
+        raise ModelFormatError(f"config.json: output_gate_type {gate!r} is not served; swish is")
+    if not text.get("attn_output_gate", True):
+        raise ModelFormatError(
+            "config.json: attn_output_gate is false; attention without its gate is not served"
+        )
+    if text.get("mtp_use_dedicated_embeddings"):
+        raise ModelFormatError(
+            "config.json: mtp_use_dedicated_embeddings is true; a drafter shares the embeddings"
+        )
     if text.get("mlp_only_layers") or text.get("decoder_sparse_step", 1) != 1:
         raise ModelFormatError("config.json: models that mix dense and MoE layers are not served")
-    if text.get("quantization_config"):
+    # Nested configs carry it outside of text_config.
+    if text.get("quantization_config") or config.get("quantization_config"):
         raise ModelFormatError("config.json: quantised checkpoints are not served")
+
+
+def _check_heads(config: ModelConfig) -> None:
     if config.num_experts_per_tok > config.num_experts:
         raise ModelFormatError(
             f"config.json: num_experts_per_tok is {config.num_experts_per_tok} and num_experts "

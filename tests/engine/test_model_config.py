@@ -229,6 +229,9 @@ def test_the_stored_type_is_read_from_either_level(level: str, key: str) -> None
         ({"rope_parameters": None, "rope_scaling": "x"}, "rope_scaling"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid'"),
+        ({"attn_output_gate": False}, "attn_output_gate is false"),
+        ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
         ({"num_key_value_heads": 3}, "2 attention heads cannot share 3"),
         ({"linear_num_key_heads": 0}, "linear_num_key_heads is 0"),
@@ -237,6 +240,13 @@ def test_the_stored_type_is_read_from_either_level(level: str, key: str) -> None
 def test_refusals_name_the_key(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelFormatError, match=words):
         parse_config(text_config("qwen3_5", **changes))
+
+
+def test_a_quantised_checkpoint_is_refused_though_the_key_lies_outside() -> None:
+    text = text_config("qwen3_5")
+    outside = {"model_type": "qwen3_5", "quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(ModelFormatError, match="quantised"):
+        parse_config(outside | {"text_config": text})
 
 
 @pytest.mark.parametrize(
