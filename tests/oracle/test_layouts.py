@@ -157,6 +157,24 @@ def test_constants_of_the_config(oracles: Oracles, tmp_path: Path, name: str) ->
     assert_close(whole(folder), want)
 
 
+@pytest.mark.parametrize("width", [2, 3])
+def test_other_convolution_widths(
+    oracles: Oracles, kernels: str, tmp_path: Path, width: int
+) -> None:
+    oracle = oracles("qwen3_5", 3)
+
+    def narrow(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+        cut = {k: v[..., -width:] if k.endswith("conv1d.weight") else v for k, v in tensors.items()}
+        return cut, config | {"linear_conv_kernel_dim": width}
+
+    folder = rewrite(oracle, tmp_path, narrow)
+    want = reloaded(oracle, folder).logits(IDS)
+    model = build(folder, kernels)
+    parts = [segment(1, 0, IDS[:40], RowPhase.PREFILL)]
+    parts += [segment(1, i, [IDS[i]], RowPhase.DECODE) for i in range(40, len(IDS))]
+    assert_close(run(model, parts), want)
+
+
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 128, 193])
 def test_large_gates(strong: Oracle, kernels: str, length: int) -> None:
     """Decays from almost none to e^-30 a token, writes near 0 and near 1; in chunks, one by one."""
