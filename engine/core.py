@@ -11,6 +11,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from typing import Protocol
 
+import torch
+
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailableError, InvariantError, RequestError
 from engine.request import EngineStats, GenerationRequest, TokenDelta, TokenLogprobs
@@ -18,6 +20,7 @@ from engine.runner import ForwardResult, ModelRunner
 from engine.sampling.sampler import Sampler, accepted_burst
 from engine.sampling.shaping import TokenMask
 from engine.scheduler import Scheduler, StepKind, StepOutcome, StepPlan
+from engine.speculator import Speculator, forwards_of
 
 # How long a step waits for a grammar when there is nothing else to do, and so how long a request
 # that comes meanwhile may have to wait.
@@ -78,6 +81,11 @@ class EngineCore:
         self.scheduler = Scheduler(
             config, kv_blocks=kv_blocks, move_slot=runner.move_slot, eos_ids=eos_ids, clock=clock
         )
+        self._speculator: Speculator | None = None
+        if config.speculation is not None:
+            self._speculator = Speculator(
+                config.speculation, config.max_batch_size, self.scheduler, runner, clock
+            )
         self._runner = runner
         self._sampler = Sampler(runner.vocab_size)
         self._masks = masks
@@ -163,7 +171,7 @@ class EngineCore:
             plan = self.scheduler.plan()
             if not plan.segments:
                 raise InvariantError("requests wait or run and the plan is empty")
-            deltas += self._run(plan)
+            deltas += self._run(plan, start)
             self._count(plan, self._clock() - start)
         if self._masks is not None:
             self._close_masks(self._masks, deltas)
@@ -188,6 +196,7 @@ class EngineCore:
             preemptions=self.scheduler.preemptions,
             prompt_tokens=self.scheduler.prompt_tokens,
             generation_tokens=self.scheduler.generation_tokens,
+            speculation=self._speculator.stats() if self._speculator is not None else None,
             held=self.scheduler.held,
         )
 
@@ -203,18 +212,35 @@ class EngineCore:
                 refused.append(delta)
         return refused
 
-    def _run(self, plan: StepPlan) -> list[TokenDelta]:
+    def _run(self, plan: StepPlan, start: float) -> list[TokenDelta]:
+        speculator = self._speculator
         try:
             for slot in plan.claims:
                 self._runner.claim_slot(slot)
-            outcome = self._sample(plan, self._runner.forward(plan.segments))
+            result = self._forward(plan)
+            outcome = self._sample(plan, result)
+            if speculator is not None:
+                speculator.settle(plan, outcome)
         except Exception as error:
             logger.exception(
                 "A step of %d rows and %d sequences failed", plan.rows, len(plan.sequences)
             )
             kind = type(error).__name__
             return self.scheduler.fail(plan, f"the model's step failed with {kind}; try again")
-        return self.scheduler.commit(plan, outcome)
+        deltas = self.scheduler.commit(plan, outcome)
+        if speculator is not None:
+            speculator.prepare(plan, outcome, result.hidden)
+            speculator.observe(plan, outcome, self._clock() - start)
+        return deltas
+
+    def _forward(self, plan: StepPlan) -> ForwardResult:
+        """One forward, or several side by side when the verify is wider than the row budget."""
+        parts = [self._runner.forward(plan.segments[cut]) for cut in forwards_of(plan)]
+        if len(parts) == 1:
+            return parts[0]
+        return ForwardResult(
+            torch.cat([part.logits for part in parts]), torch.cat([part.hidden for part in parts])
+        )
 
     def _sample(self, plan: StepPlan, result: ForwardResult) -> StepOutcome:
         """Draw a target for every logits row and keep each burst up to its first wrong draft."""

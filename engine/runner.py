@@ -112,6 +112,11 @@ class ModelRunner(Protocol):
     vocab_size: int
     device: torch.device
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of recurrent state read and written so far."""
+        ...
+
     def forward(self, segments: Sequence[Segment]) -> ForwardResult:
         """Run all rows in one pass; writes KV of every row and state of committed rows only."""
         ...

@@ -81,6 +81,11 @@ class HybridModel:
         self._threads = threads
         self._threads_now = 0
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of recurrent state read and written so far."""
+        return self.states.bytes_moved
+
     def claim_slot(self, slot: int) -> None:
         """A new sequence takes `slot`."""
         self.states.claim(slot)

@@ -149,6 +149,12 @@ class AdaptiveRung:
         self._p2_cond: float | None = None
         self._flushes_since_depth = 0
         self._deep = False
+        self._probes = 0
+
+    @property
+    def probes(self) -> int:
+        """Flushes that were taken at two drafts only to see the second's chance."""
+        return self._probes
 
     @property
     def probing(self) -> bool:
@@ -187,6 +193,7 @@ class AdaptiveRung:
         if flush.p2_cond is None:
             self._flushes_since_depth += 1
         else:
+            self._probes += not self._deep
             self._see_depth(flush.p2_cond)
         was = self._deep
         ratio = self.ratio

@@ -14,9 +14,7 @@ from engine.reserve.ssm_reserve import (
     mtp_slot_draft_capacity,
 )
 from engine.speculation.capacity import UNLIMITED_CAPACITY
-
-# The widest batch that D-Cut prunes; beyond it ragged verifies cost more than the rows they save.
-DCUT_MAX_SEQS = 8
+from engine.speculation.dcut import DCUT_MAX_SEQS
 
 
 class ControllerMode(StrEnum):

@@ -1,0 +1,211 @@
+"""Drives speculation between steps: what came of the drafts, who drafts next, and how deep.
+
+The policy is in `engine.speculation`; here it meets the scheduler and the runner.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from torch import Tensor
+
+from engine.request import SpeculationStats
+from engine.runner import DraftRows, ModelRunner, RowPhase, Segment, Verified
+from engine.scheduler import Scheduler, StepOutcome, StepPlan
+from engine.scheduler.sequence import Sequence
+from engine.speculation.capacity import clamp_drafts_to_slot_capacity
+from engine.speculation.dcut import dcut_drafts
+from engine.speculation.policy import PolicySettings
+from engine.speculation.row_budget import split_verify
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Drafts of each decoding sequence for the next step, and what was counted on the way."""
+
+    drafts: tuple[int, ...]
+    engaged: bool
+    covered: int
+    uncovered: int
+    reason: str | None = None
+
+
+class Speculator:
+    """Chooses drafts for every step and counts what became of them.
+
+    Args:
+        policy: settings of speculation.
+        max_batch_size: state slots.
+        scheduler: takes the proposals.
+        runner: drafts.
+        clock: seconds, for windows of the controllers.
+    """
+
+    def __init__(
+        self,
+        policy: PolicySettings,
+        max_batch_size: int,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        clock: Callable[[], float],
+    ) -> None:
+        self._policy = policy
+        self._scheduler = scheduler
+        self._runner = runner
+        self._slots = policy.state_slots(max_batch_size)
+        self._choice: Choice | None = None
+        self._verifies = 0
+        self._draft_tokens = 0
+        self._dcut_tokens = 0
+        self._lengths = [0] * (policy.num_drafts + 1)
+        self._steps = {True: 0, False: 0}
+        self._seconds = {True: 0.0, False: 0.0}
+        self._reasons: dict[str, int] = {}
+        self._rungs: dict[int, int] = {}
+
+    def settle(self, plan: StepPlan, outcome: StepOutcome) -> None:
+        """Tell the runner what of each verify is kept; comes before the commit moves any slot."""
+        verified = [
+            Verified(segment.slot, len(segment.token_ids), len(tokens))
+            for segment, tokens in zip(plan.segments, outcome.tokens, strict=True)
+            if segment.committed < len(segment.token_ids)
+        ]
+        if verified:
+            self._runner.accept(verified)
+
+    def prepare(self, plan: StepPlan, outcome: StepOutcome, hidden: Tensor) -> None:
+        """After the commit: draft for the next step, hidden [plan rows, H] of this one."""
+        decoding = self._scheduler.decoding()
+        choice = self._choose(decoding)
+        wanted = dict(zip((s.request_id for s in decoding), choice.drafts, strict=True))
+        first_rows = accumulate((len(s.token_ids) for s in plan.segments), initial=0)
+        rows: list[DraftRows] = []
+        owners: list[Sequence] = []
+        parts = zip(plan.sequences, plan.segments, outcome.tokens, first_rows, strict=False)
+        for sequence, segment, tokens, first_row in parts:
+            if sequence.slot is None:
+                continue  # it ended in this step
+            drafts = wanted.get(sequence.request_id, 0)
+            rows.append(
+                DraftRows(
+                    slot=sequence.slot,
+                    start=segment.start,
+                    first_row=first_row,
+                    next_tokens=_next_tokens(segment, tokens),
+                    block_table=sequence.block_table,
+                    engaged=drafts > 0 or (choice.engaged and self._drafts_later(sequence)),
+                    drafts=drafts,
+                )
+            )
+            owners.append(sequence)
+        if rows:
+            self._propose(rows, owners, hidden)
+
+    def observe(self, plan: StepPlan, outcome: StepOutcome, seconds: float) -> None:
+        """Count a step that took `seconds` with its drafting."""
+        drafted = False
+        emitted = decoded = 0
+        for segment, tokens in zip(plan.segments, outcome.tokens, strict=True):
+            if segment.phase is not RowPhase.DECODE:
+                continue
+            decoded += 1
+            emitted += len(tokens)
+            drafts = len(segment.token_ids) - 1
+            if drafts:
+                drafted = True
+                self._verifies += 1
+                self._draft_tokens += drafts
+                self._lengths[len(tokens) - 1] += 1
+        if decoded == 0:
+            return
+        self._steps[drafted] += 1
+        self._seconds[drafted] += seconds
+
+    def stats(self) -> SpeculationStats:
+        """Gauges and counters as of now."""
+        lengths = self._lengths
+        positions = tuple(sum(lengths[p:]) for p in range(1, len(lengths)))
+        choice = self._choice
+        return SpeculationStats(
+            verifies=self._verifies,
+            draft_tokens=self._draft_tokens,
+            accepted_tokens=sum(positions),
+            accepted_per_position=positions,
+            accepted_lengths=tuple(lengths),
+            engaged=choice.engaged if choice else False,
+            covered=choice.covered if choice else 0,
+            uncovered=choice.uncovered if choice else 0,
+            rungs=tuple(sorted(self._rungs.items())),
+            steps_speculative=self._steps[True],
+            steps_plain=self._steps[False],
+            seconds_speculative=self._seconds[True],
+            seconds_plain=self._seconds[False],
+            reasons=tuple(sorted(self._reasons.items())),
+            dcut_tokens=self._dcut_tokens,
+            state_bytes=self._runner.state_bytes,
+        )
+
+    def _choose(self, decoding: Listing[Sequence]) -> Choice:
+        width = len(decoding)
+        slots = [s.slot for s in decoding if s.slot is not None]
+        covered = [slot for slot in slots if slot < self._slots]
+        engaged = 0 < width <= self._policy.mtp_max_seqs
+        depth = self._policy.ladder_drafts(width) if engaged else 0
+        depth = clamp_drafts_to_slot_capacity(
+            depth, [self._policy.slot_capacity(slot) for slot in covered]
+        )
+        drafts = tuple(
+            min(depth, _room(s)) if s.slot is not None and s.slot < self._slots else 0
+            for s in decoding
+        )
+        self._rungs[width] = depth
+        self._choice = Choice(drafts, engaged, len(covered), width - len(covered))
+        return self._choice
+
+    def _drafts_later(self, sequence: Sequence) -> bool:
+        """Whether a sequence that does not draft now sits where it may."""
+        return sequence.slot is not None and sequence.slot < self._slots
+
+    def _propose(self, rows: Listing[DraftRows], owners: Listing[Sequence], hidden: Tensor) -> None:
+        proposals = self._runner.draft(rows, hidden)
+        drafting = [i for i, proposal in enumerate(proposals) if proposal.tokens]
+        counts = dcut_drafts(
+            [len(proposals[i].tokens) for i in drafting],
+            [proposals[i].logprobs for i in drafting],
+            max_seqs=self._policy.dcut_width_cap,
+        )
+        for i, count in zip(drafting, counts, strict=True):
+            tokens = proposals[i].tokens
+            self._dcut_tokens += len(tokens) - count
+            self._scheduler.propose(owners[i].request_id, tokens[:count])
+
+
+def forwards_of(plan: StepPlan) -> list[slice]:
+    """The step's segments cut into forwards within the row budget of a verify."""
+    at = [i for i, s in enumerate(plan.segments) if s.committed < len(s.token_ids)]
+    runs = split_verify([len(plan.segments[i].token_ids) for i in at])
+    cuts = [0, *(at[run.start] for run in runs[1:]), len(plan.segments)]
+    return [slice(start, end) for start, end in pairwise(cuts)]
+
+
+def _room(sequence: Sequence) -> int:
+    """Drafts that the sequence's length and its KV blocks leave room for.
+
+    The drafter's re-fed rows lie behind the last consumed token and need pages too.
+    """
+    left = sequence.limit - len(sequence.generated) - 1
+    return max(0, min(left, sequence.capacity - sequence.computed + 1))
+
+
+def _next_tokens(segment: Segment, tokens: Listing[int]) -> tuple[int, ...]:
+    """The token after each row that is final."""
+    if segment.phase is RowPhase.DECODE:
+        return tuple(tokens)
+    last = tokens[0] if segment.next_token is None else segment.next_token
+    return (*segment.token_ids[1:], last)
