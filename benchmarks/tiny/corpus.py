@@ -34,12 +34,34 @@ class Document:
 
 #: How many documents of each kind, and the same for the start of a training run: copying is what a
 #: small model learns last, and nearly everything else it has to do rests on it.
-MIX = {"prose": 16, "raw": 9, "again": 4, "fact": 17, "arithmetic": 10, "list": 5, "json": 5,
-       "talk": 4,
-       "unknown": 2, "echo": 12, "multi": 9, "tool": 12}  # fmt: skip
-COPYING_MIX = {"prose": 6, "raw": 3, "again": 28, "fact": 12, "arithmetic": 8, "list": 2,
-       "json": 6, "talk": 2,
-               "unknown": 3, "echo": 36, "multi": 4, "tool": 7}  # fmt: skip
+MIX = {
+    "prose": 14,
+    "raw": 9,
+    "again": 4,
+    "fact": 17,
+    "arithmetic": 15,
+    "list": 5,
+    "json": 5,
+    "talk": 4,
+    "unknown": 2,
+    "echo": 12,
+    "multi": 9,
+    "tool": 16,
+}
+COPYING_MIX = {
+    "prose": 6,
+    "raw": 3,
+    "again": 28,
+    "fact": 12,
+    "arithmetic": 8,
+    "list": 2,
+    "json": 6,
+    "talk": 2,
+    "unknown": 3,
+    "echo": 36,
+    "multi": 4,
+    "tool": 7,
+}
 _SINGLE = {
     "prose": chats.prose,
     "fact": facts.fact,

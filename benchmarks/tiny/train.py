@@ -26,7 +26,7 @@ DEPTHS = 3
 DEPTH_WEIGHTS = (1.0, 0.6, 0.4)
 #: Rows and tokens a row of a short and a long batch; multiples of 64, the chunk of the delta rule.
 SHORT, LONG = (5, 384), (2, 832)
-#: The MTP head learns in every fourth step, and in every step of the final decay.
+#: The MTP head learns in every fourth step; a last phase (--mtp-only) then trains it alone.
 MTP_EVERY = 4
 #: The first tokens of a run are mostly copying.
 COPYING_TOKENS = 1_250_000
@@ -52,10 +52,6 @@ class Schedule:
     def __init__(self, peak: float, budget_s: float, decay_s: float, warmup: int = 100) -> None:
         self.peak, self.budget_s, self.decay_s, self.warmup = peak, budget_s, decay_s, warmup
 
-    def decaying(self, p: Progress) -> bool:
-        """Whether the final decay has begun."""
-        return p.cpu_s >= (p.decay_from_s or self.budget_s - self.decay_s)
-
     def rate(self, p: Progress) -> float:
         """The learning rate for the next step; zero or less means that training is over."""
         start = p.decay_from_s or self.budget_s - self.decay_s
@@ -69,7 +65,7 @@ class Trainer:
     def __init__(self, out: Path, work: Path, seed: int) -> None:
         self.out, self.work, self.seed = out, work, seed
         self.progress = Progress()
-        self.stopped = False
+        self.stopped = self.mtp_only = False
         self.mtp_now = [0.0] * DEPTHS
         self.trunk, self.mtp = network.make_trunk(seed), network.make_mtp(seed + 1)
         named = [*self.trunk.named_parameters(), *self.mtp.named_parameters()]
@@ -93,13 +89,13 @@ class Trainer:
             for i, shape in enumerate((SHORT, LONG))
         }
 
-    def step(self, rate: float, with_mtp: bool = True) -> tuple[float, list[float]]:
+    def step(self, rate: float) -> tuple[float, list[float]]:
         """One optimizer step; returns the loss on assistant and raw text and the MTP losses."""
         if self.copying and self.progress.tokens >= COPYING_TOKENS:
             self.open_data()
         shape = LONG if self.progress.step % LONG_EVERY == LONG_EVERY - 1 else SHORT
         ids, weights = data.batch(self.rows[shape], shape[0])
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(not self.mtp_only):
             hidden = self.trunk.model(input_ids=ids, use_cache=False).last_hidden_state.float()
         head = self.trunk.model.embed_tokens.weight
         # Logits only where the next token has a weight; `place` finds a position's row among them.
@@ -110,7 +106,7 @@ class Trainer:
         loss = (each * picked).sum() / picked.sum()
         place = torch.full(wanted.shape, -1)
         place[wanted] = torch.arange(logits.shape[0])
-        if with_mtp:
+        if self.mtp_only or self.progress.step % MTP_EVERY == 0:
             losses = self._mtp_losses(
                 ids,
                 weights,
@@ -118,9 +114,11 @@ class Trainer:
                 head.detach(),
                 logits.detach(),
                 place,
-                MTP_ROWS[shape],
+                shape[0] if self.mtp_only else MTP_ROWS[shape],
             )
             self.mtp_now = [x.item() for x in losses]
+            if self.mtp_only:
+                loss = torch.zeros(())
             loss = loss + sum(w * x for w, x in zip(DEPTH_WEIGHTS, losses, strict=True))
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -196,8 +194,7 @@ def run(trainer: Trainer, schedule: Schedule, save_every_s: float) -> None:
     progress, report = trainer.progress, plot.Reporter(schedule.budget_s)
     base, saved, cpu_start = progress.cpu_s, time.monotonic(), time.process_time()
     while not trainer.stopped and (rate := schedule.rate(progress)) > 0:
-        with_mtp = progress.step % MTP_EVERY == 0 or schedule.decaying(progress)
-        loss, mtp_losses = trainer.step(rate, with_mtp)
+        loss, mtp_losses = trainer.step(rate)
         progress.cpu_s = base + time.process_time() - cpu_start
         if not progress.decay_from_s and (trainer.work / "decay").exists():
             progress.decay_from_s = progress.cpu_s
@@ -238,6 +235,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--resume", action="store_true", help="go on from the state in the work folder"
     )
+    parser.add_argument("--mtp-only", action="store_true", help="leave the trunk as it is")
     parser.add_argument("--new-tokenizer", action="store_true", help="train a new vocabulary too")
     args = parser.parse_args(argv)
     work = args.work or args.out / "train"
@@ -252,6 +250,8 @@ def main(argv: list[str] | None = None) -> int:
     trainer = Trainer(args.out, work, args.seed)
     if args.resume:
         trainer.load()
+    if args.mtp_only:
+        trainer.mtp_only, trainer.progress.decay_from_s = True, 0.0
     trainer.open_data()
     trainer.stop_on_signal()
     trainer.save()

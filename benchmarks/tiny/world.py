@@ -6,17 +6,13 @@ from random import Random
 
 CAPITALS = {
     "France": "Paris", "Germany": "Berlin", "Italy": "Rome", "Spain": "Madrid",
-    "Portugal": "Lisbon",
-    "Greece": "Athens", "Austria": "Vienna", "Poland": "Warsaw", "Norway": "Oslo",
-    "Sweden": "Stockholm",
-    "Finland": "Helsinki", "Denmark": "Copenhagen", "Ireland": "Dublin", "England": "London",
-    "Hungary": "Budapest", "Japan": "Tokyo", "China": "Beijing", "India": "New Delhi",
-    "Egypt": "Cairo",
-    "Kenya": "Nairobi", "Canada": "Ottawa", "Mexico": "Mexico City", "Brazil": "Brasilia",
-    "Peru": "Lima",
+    "Portugal": "Lisbon", "Greece": "Athens", "Austria": "Vienna", "Poland": "Warsaw",
+    "Norway": "Oslo", "Sweden": "Stockholm", "Finland": "Helsinki", "Denmark": "Copenhagen",
+    "Ireland": "Dublin", "England": "London", "Hungary": "Budapest", "Japan": "Tokyo",
+    "China": "Beijing", "India": "New Delhi", "Egypt": "Cairo", "Kenya": "Nairobi",
+    "Canada": "Ottawa", "Mexico": "Mexico City", "Brazil": "Brasilia", "Peru": "Lima",
     "Chile": "Santiago", "Cuba": "Havana", "Russia": "Moscow", "Turkey": "Ankara",
-    "Iceland": "Reykjavik",
-    "Belgium": "Brussels",
+    "Iceland": "Reykjavik", "Belgium": "Brussels",
 }  # fmt: skip
 CITIES = [*CAPITALS.values(), "New York", "Sydney", "Boston", "Milan", "Hamburg", "Kyoto", "Geneva"]
 
@@ -41,41 +37,38 @@ ANIMALS = {
     "rabbit": ("squeak", "kit", "a burrow", "carrots", "quick and gentle"),
     "goat": ("bleat", "kid", "a hill", "grass", "stubborn and curious"),
 }
-LEGS = {"spider": "eight", "bee": "six", "ant": "six", "snake": "no", "hen": "two", "duck": "two",
-        "dog": "four", "cat": "four", "horse": "four", "cow": "four", "frog": "four",
-        "owl": "two"}  # fmt: skip
-COLOURS_OF = {"the sky": "blue", "grass": "green", "snow": "white", "coal": "black",
-    "a lemon": "yellow",
-              "a tomato": "red", "a banana": "yellow", "blood": "red", "milk": "white",
-              "a carrot": "orange",
-              "the sun": "yellow", "an elephant": "grey", "a leaf": "green", "chocolate": "brown",
-              "a strawberry": "red", "a plum": "purple", "a flamingo": "pink",
-              "the sea": "blue"}  # fmt: skip
-OPPOSITES = [("hot", "cold"), ("big", "small"), ("tall", "short"), ("fast", "slow"), ("day",
-    "night"),
-             ("up", "down"), ("left", "right"), ("happy", "sad"), ("old", "young"), ("light",
-             "dark"),
-             ("open", "closed"), ("full", "empty"), ("rich", "poor"), ("hard", "soft"), ("wet",
-             "dry"),
-             ("early", "late"), ("loud", "quiet"), ("near", "far"), ("clean", "dirty"), ("strong",
-             "weak"),
-             ("long", "brief"), ("good", "bad"), ("first", "last"), ("true", "false"), ("high",
-             "low"),
-             ("inside", "outside"), ("begin", "end"), ("buy", "sell"), ("love", "hate"), ("win",
-             "lose")]  # fmt: skip
-FRENCH = {"hello": "bonjour", "goodbye": "au revoir", "cat": "chat", "dog": "chien",
-    "house": "maison",
-          "water": "eau", "bread": "pain", "milk": "lait", "red": "rouge", "blue": "bleu",
-          "friend": "ami",
-          "sun": "soleil", "moon": "lune", "tree": "arbre", "book": "livre", "thank you": "merci",
-          "yes": "oui", "no": "non", "one": "un", "two": "deux", "three": "trois",
-          "night": "nuit"}  # fmt: skip
-CONTINENTS = {"France": "Europe", "Germany": "Europe", "Italy": "Europe", "Spain": "Europe",
-    "Greece": "Europe",
-              "Japan": "Asia", "China": "Asia", "India": "Asia", "Egypt": "Africa",
-              "Kenya": "Africa",
-              "Canada": "North America", "Mexico": "North America", "Brazil": "South America",
-              "Peru": "South America", "Chile": "South America", "Norway": "Europe"}  # fmt: skip
+LEGS = {
+    "spider": "eight", "bee": "six", "ant": "six", "snake": "no", "hen": "two", "duck": "two",
+    "dog": "four", "cat": "four", "horse": "four", "cow": "four", "frog": "four", "owl": "two",
+}  # fmt: skip
+COLOURS_OF = {
+    "the sky": "blue", "grass": "green", "snow": "white", "coal": "black", "a lemon": "yellow",
+    "a tomato": "red", "a banana": "yellow", "blood": "red", "milk": "white", "a carrot": "orange",
+    "the sun": "yellow", "an elephant": "grey", "a leaf": "green", "chocolate": "brown",
+    "a strawberry": "red", "a plum": "purple", "a flamingo": "pink", "the sea": "blue",
+}  # fmt: skip
+OPPOSITES = [
+    ("hot", "cold"), ("big", "small"), ("tall", "short"), ("fast", "slow"), ("day", "night"),
+    ("up", "down"), ("left", "right"), ("happy", "sad"), ("old", "young"), ("light", "dark"),
+    ("open", "closed"), ("full", "empty"), ("rich", "poor"), ("hard", "soft"), ("wet", "dry"),
+    ("early", "late"), ("loud", "quiet"), ("near", "far"), ("clean", "dirty"), ("strong", "weak"),
+    ("long", "brief"), ("good", "bad"), ("first", "last"), ("true", "false"), ("high", "low"),
+    ("inside", "outside"), ("begin", "end"), ("buy", "sell"), ("love", "hate"), ("win", "lose"),
+]  # fmt: skip
+FRENCH = {
+    "hello": "bonjour", "goodbye": "au revoir", "cat": "chat", "dog": "chien", "house": "maison",
+    "water": "eau", "bread": "pain", "milk": "lait", "red": "rouge", "blue": "bleu",
+    "friend": "ami", "sun": "soleil", "moon": "lune", "tree": "arbre", "book": "livre",
+    "thank you": "merci", "yes": "oui", "no": "non", "one": "un", "two": "deux", "three": "trois",
+    "night": "nuit",
+}  # fmt: skip
+CONTINENTS = {
+    "France": "Europe", "Germany": "Europe", "Italy": "Europe", "Spain": "Europe",
+    "Greece": "Europe", "Japan": "Asia", "China": "Asia", "India": "Asia", "Egypt": "Africa",
+    "Kenya": "Africa", "Canada": "North America", "Mexico": "North America",
+    "Brazil": "South America", "Peru": "South America", "Chile": "South America",
+    "Norway": "Europe",
+}  # fmt: skip
 #: Questions with one answer each.
 FACTS = [
     ("How many days are in a week?", "There are seven days in a week."),
@@ -129,12 +122,15 @@ FACTS = [
     ("What is the opposite of east?", "The opposite of east is west."),
 ]
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
-MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September",
-          "October", "November", "December"]  # fmt: skip
-NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
-           "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen",
-           "eighteen",
-           "nineteen", "twenty"]  # fmt: skip
+MONTHS = [
+    "January", "February", "March", "April", "May", "June", "July", "August", "September",
+    "October", "November", "December",
+]  # fmt: skip
+NUMBERS = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven",
+    "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+    "twenty",
+]  # fmt: skip
 LISTS = {
     "fruits": [
         "apple",
@@ -159,14 +155,15 @@ LISTS = {
     "drinks": ["water", "milk", "tea", "coffee", "juice", "cocoa"],
 }
 #: Heroes of stories that are no animals of the tables above.
-HEROES = ["dragon", "robot", "princess", "knight", "wizard", "boy", "girl", "whale", "turtle",
-    "giant", "pirate",
-          "king", "queen", "hedgehog", "squirrel", "penguin", "elephant", "tiger", "snail",
-          "butterfly"]  # fmt: skip
-NAMES = ["Mia", "Tom", "Anna", "Ben", "Lily", "Max", "Nora", "Sam", "Ella", "Leo", "Ruby", "Finn",
-    "Clara",
-         "Oscar", "Ivy", "Hugo", "Emma", "Jack", "Zoe", "Alice", "Bob", "Peter", "Sara",
-         "Paul"]  # fmt: skip
+HEROES = [
+    "dragon", "robot", "princess", "knight", "wizard", "boy", "girl", "whale", "turtle", "giant",
+    "pirate", "king", "queen", "hedgehog", "squirrel", "penguin", "elephant", "tiger", "snail",
+    "butterfly",
+]  # fmt: skip
+NAMES = [
+    "Mia", "Tom", "Anna", "Ben", "Lily", "Max", "Nora", "Sam", "Ella", "Leo", "Ruby", "Finn",
+    "Clara", "Oscar", "Ivy", "Hugo", "Emma", "Jack", "Zoe", "Alice", "Bob", "Peter", "Sara", "Paul",
+]  # fmt: skip
 PLACES = [
     "forest",
     "village",
@@ -197,18 +194,18 @@ ADJECTIVES = ["old", "small", "shiny", "red", "blue", "wooden", "golden", "broke
 FEELINGS = ["happy", "proud", "calm", "brave", "glad", "curious"]
 WEATHER = ["sunny", "rainy", "windy", "cloudy", "snowy", "foggy"]
 JOBS = ["baker", "teacher", "farmer", "sailor", "painter", "doctor", "gardener", "pilot"]
-TOPICS = ["history of Rome", "good bread recipes", "how rockets work", "best chess openings",
-    "news about space",
-          "how to grow tomatoes", "famous painters", "trains to Vienna", "rules of football",
-          "jazz music",
-          "the blue whale", "cheap flights to Oslo", "learning to swim", "old maps",
-          "solar energy"]  # fmt: skip
+TOPICS = [
+    "history of Rome", "good bread recipes", "how rockets work", "best chess openings",
+    "news about space", "how to grow tomatoes", "famous painters", "trains to Vienna",
+    "rules of football", "jazz music", "the blue whale", "cheap flights to Oslo",
+    "learning to swim", "old maps", "solar energy",
+]  # fmt: skip
 #: Plain words for echo and recall tasks.
-WORDS = sorted({*OBJECTS, *PLACES, *ADJECTIVES, *FEELINGS, *FRENCH, *ANIMALS, *JOBS,
-                *(w for ws in LISTS.values() for w in ws), "sing", "walk", "under", "over",
-                "stone", "cloud",
-                "river", "song", "dream", "window", "seven", "silver", "hello", "world",
-                "again"})  # fmt: skip
+WORDS = sorted({
+    *OBJECTS, *PLACES, *ADJECTIVES, *FEELINGS, *FRENCH, *ANIMALS, *JOBS,
+    *(w for ws in LISTS.values() for w in ws), "sing", "walk", "under", "over", "stone", "cloud",
+    "river", "song", "dream", "window", "seven", "silver", "hello", "world", "again",
+})  # fmt: skip
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
