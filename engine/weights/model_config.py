@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelFormatError
+from engine.weights.headers import tensor_names
+
+logger = logging.getLogger(__name__)
 
 
 class Family(StrEnum):
@@ -111,7 +115,14 @@ def load_config(folder: Path) -> ModelConfig:
     config = _read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     extra = _read_json(generation) if generation.is_file() else {}
-    return parse_config(config, generation=extra, has_mtp=_mentions_mtp(folder))
+    names = tensor_names(folder)
+    has_mtp = any(name.startswith("mtp.") for name in names)
+    parsed = parse_config(config, generation=extra, has_mtp=has_mtp)
+    if parsed.mtp_layers and names and not has_mtp:
+        # transformers drops mtp.* when it saves, and leaves the promise in config.json.
+        logger.info("%s promises a drafter and has no mtp.* tensors, so there is none", folder)
+        return replace(parsed, mtp_layers=0)
+    return parsed
 
 
 def parse_config(
@@ -339,10 +350,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise ModelFormatError(f"{path} holds no JSON object")
     return parsed
-
-
-def _mentions_mtp(folder: Path) -> bool:
-    """Whether any tensor of the checkpoint is named `mtp.*`, from names alone."""
-    from engine.weights.headers import tensor_names
-
-    return any(name.startswith("mtp.") for name in tensor_names(folder))

@@ -223,8 +223,16 @@ def test_a_drafter_that_the_config_denies_is_unknown(tmp_path: Path) -> None:
         read(folder)
 
 
-def test_a_promised_drafter_must_be_there(tmp_path: Path) -> None:
-    folder = dense(tmp_path, Tensors().trunk(), mtp_num_hidden_layers=1)
+def test_a_promised_drafter_that_a_saver_dropped_is_no_drafter(tmp_path: Path) -> None:
+    assert read(dense(tmp_path, Tensors().trunk(), mtp_num_hidden_layers=1)).mtp is None
+
+
+def test_half_a_drafter_is_refused(tmp_path: Path) -> None:
+    tensors = Tensors()
+    tensors.trunk()
+    whole = tensors.mtp() and tensors.made
+    del whole["mtp.fc.weight"]
+    folder = dense(tmp_path, whole, mtp_num_hidden_layers=1)
     with pytest.raises(ModelFormatError, match=r"lacks mtp\.fc\.weight \[8, 16\]"):
         read(folder)
 
