@@ -1,0 +1,1 @@
+"""Output that follows a JSON schema: schemas, their compilation, and token masks. Knows no HTTP."""
