@@ -171,7 +171,7 @@ class EngineCore:
             plan = self.scheduler.plan()
             if not plan.segments:
                 raise InvariantError("requests wait or run and the plan is empty")
-            deltas += self._run(plan, start)
+            deltas += self._run(plan)
             self._count(plan, self._clock() - start)
         if self._masks is not None:
             self._close_masks(self._masks, deltas)
@@ -212,7 +212,7 @@ class EngineCore:
                 refused.append(delta)
         return refused
 
-    def _run(self, plan: StepPlan, start: float) -> list[TokenDelta]:
+    def _run(self, plan: StepPlan) -> list[TokenDelta]:
         speculator = self._speculator
         try:
             for slot in plan.claims:
@@ -230,7 +230,6 @@ class EngineCore:
         deltas = self.scheduler.commit(plan, outcome)
         if speculator is not None:
             speculator.prepare(plan, outcome, result.hidden)
-            speculator.observe(plan, outcome, self._clock() - start)
         return deltas
 
     def _forward(self, plan: StepPlan) -> ForwardResult:

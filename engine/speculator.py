@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from torch import Tensor
@@ -17,23 +16,12 @@ from engine.request import SpeculationStats
 from engine.runner import DraftRows, ModelRunner, RowPhase, Segment, Verified
 from engine.scheduler import Scheduler, StepOutcome, StepPlan
 from engine.scheduler.sequence import Sequence
-from engine.speculation.capacity import clamp_drafts_to_slot_capacity
 from engine.speculation.dcut import dcut_drafts
+from engine.speculation.gate import Candidate, Choice, SpecGate
 from engine.speculation.policy import PolicySettings
 from engine.speculation.row_budget import split_verify
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Drafts of each decoding sequence for the next step, and what was counted on the way."""
-
-    drafts: tuple[int, ...]
-    engaged: bool
-    covered: int
-    uncovered: int
-    reason: str | None = None
 
 
 class Speculator:
@@ -44,7 +32,7 @@ class Speculator:
         max_batch_size: state slots.
         scheduler: takes the proposals.
         runner: drafts.
-        clock: seconds, for windows of the controllers.
+        clock: seconds, for what a step costs.
     """
 
     def __init__(
@@ -58,8 +46,10 @@ class Speculator:
         self._policy = policy
         self._scheduler = scheduler
         self._runner = runner
-        self._slots = policy.state_slots(max_batch_size)
-        self._choice: Choice | None = None
+        self._clock = clock
+        self._gate = SpecGate(policy, max_batch_size)
+        self._choice = self._gate.choose(())
+        self._chosen_at = clock()
         self._verifies = 0
         self._draft_tokens = 0
         self._dcut_tokens = 0
@@ -80,10 +70,17 @@ class Speculator:
             self._runner.accept(verified)
 
     def prepare(self, plan: StepPlan, outcome: StepOutcome, hidden: Tensor) -> None:
-        """After the commit: draft for the next step, hidden [plan rows, H] of this one."""
+        """After the commit: learn from the step, then draft for the next one.
+
+        hidden [plan rows, H] is that of the step.
+        """
+        self._learn(plan, outcome)
         decoding = self._scheduler.decoding()
         choice = self._choose(decoding)
         wanted = dict(zip((s.request_id for s in decoding), choice.drafts, strict=True))
+        # Prompts are drafted over as they come, unless what decodes now is better off without.
+        running = self._scheduler.holdings.slots.used
+        eager = choice.depth > 0 or (not decoding and running <= self._policy.mtp_max_seqs)
         first_rows = accumulate((len(s.token_ids) for s in plan.segments), initial=0)
         rows: list[DraftRows] = []
         owners: list[Sequence] = []
@@ -99,7 +96,7 @@ class Speculator:
                     first_row=first_row,
                     next_tokens=_next_tokens(segment, tokens),
                     block_table=sequence.block_table,
-                    engaged=drafts > 0 or (choice.engaged and self._drafts_later(sequence)),
+                    engaged=eager and self._gate.covers(sequence.slot),
                     drafts=drafts,
                 )
             )
@@ -107,25 +104,34 @@ class Speculator:
         if rows:
             self._propose(rows, owners, hidden)
 
-    def observe(self, plan: StepPlan, outcome: StepOutcome, seconds: float) -> None:
-        """Count a step that took `seconds` with its drafting."""
-        drafted = False
-        emitted = decoded = 0
-        for segment, tokens in zip(plan.segments, outcome.tokens, strict=True):
-            if segment.phase is not RowPhase.DECODE:
-                continue
-            decoded += 1
-            emitted += len(tokens)
-            drafts = len(segment.token_ids) - 1
-            if drafts:
-                drafted = True
-                self._verifies += 1
-                self._draft_tokens += drafts
-                self._lengths[len(tokens) - 1] += 1
-        if decoded == 0:
+    def _learn(self, plan: StepPlan, outcome: StepOutcome) -> None:
+        """Count what the step's drafts came to; its seconds run from the choice before it."""
+        now = self._clock()
+        seconds, choice = now - self._chosen_at, self._choice
+        decodes = [
+            (len(segment.token_ids) - 1, len(tokens) - 1)
+            for segment, tokens in zip(plan.segments, outcome.tokens, strict=True)
+            if segment.phase is RowPhase.DECODE
+        ]
+        if not decodes:
             return
-        self._steps[drafted] += 1
-        self._seconds[drafted] += seconds
+        verifies = [(drafts, accepted) for drafts, accepted in decodes if drafts]
+        for drafts, accepted in verifies:
+            self._verifies += 1
+            self._draft_tokens += drafts
+            self._lengths[accepted] += 1
+            flush = self._gate.record(len(decodes), drafts, accepted, now)
+            if flush is not None:
+                logger.debug("Accepts at width %d: %s", len(decodes), flush)
+        speculated = bool(verifies)
+        self._steps[speculated] += 1
+        self._seconds[speculated] += seconds
+        if not speculated:
+            reason = choice.reason.value if choice.reason is not None else "dropped"
+            self._reasons[reason] = self._reasons.get(reason, 0) + 1
+        # A step with prompt rows, or without one of its sequences, tells no price of drafts.
+        if len(decodes) == len(plan.segments) == len(choice.drafts):
+            self._gate.observe(choice, [accepted for _, accepted in decodes], seconds)
 
     def stats(self) -> SpeculationStats:
         """Gauges and counters as of now."""
@@ -138,9 +144,11 @@ class Speculator:
             accepted_tokens=sum(positions),
             accepted_per_position=positions,
             accepted_lengths=tuple(lengths),
-            engaged=choice.engaged if choice else False,
-            covered=choice.covered if choice else 0,
-            uncovered=choice.uncovered if choice else 0,
+            engaged=choice.engaged,
+            engagements=self._gate.engagements,
+            disengagements=self._gate.disengagements,
+            covered=choice.covered,
+            uncovered=choice.uncovered,
             rungs=tuple(sorted(self._rungs.items())),
             steps_speculative=self._steps[True],
             steps_plain=self._steps[False],
@@ -148,29 +156,22 @@ class Speculator:
             seconds_plain=self._seconds[False],
             reasons=tuple(sorted(self._reasons.items())),
             dcut_tokens=self._dcut_tokens,
+            probes=self._gate.probes,
+            reprobes=self._gate.reprobes,
             state_bytes=self._runner.state_bytes,
         )
 
     def _choose(self, decoding: Listing[Sequence]) -> Choice:
-        width = len(decoding)
-        slots = [s.slot for s in decoding if s.slot is not None]
-        covered = [slot for slot in slots if slot < self._slots]
-        engaged = 0 < width <= self._policy.mtp_max_seqs
-        depth = self._policy.ladder_drafts(width) if engaged else 0
-        depth = clamp_drafts_to_slot_capacity(
-            depth, [self._policy.slot_capacity(slot) for slot in covered]
+        self._chosen_at = self._clock()
+        choice = self._gate.choose(
+            [Candidate(s.slot, _room(s)) for s in decoding if s.slot is not None]
         )
-        drafts = tuple(
-            min(depth, _room(s)) if s.slot is not None and s.slot < self._slots else 0
-            for s in decoding
-        )
-        self._rungs[width] = depth
-        self._choice = Choice(drafts, engaged, len(covered), width - len(covered))
-        return self._choice
-
-    def _drafts_later(self, sequence: Sequence) -> bool:
-        """Whether a sequence that does not draft now sits where it may."""
-        return sequence.slot is not None and sequence.slot < self._slots
+        if choice.notice is not None:
+            logger.info(choice.notice)
+        if decoding:
+            self._rungs[len(decoding)] = choice.depth
+        self._choice = choice
+        return choice
 
     def _propose(self, rows: Listing[DraftRows], owners: Listing[Sequence], hidden: Tensor) -> None:
         proposals = self._runner.draft(rows, hidden)

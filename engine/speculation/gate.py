@@ -1,0 +1,182 @@
+"""Says how many drafts each sequence of a step carries, and why none. Knows no tensors.
+
+From the widths down: dispatch cap, rung or controller, capacities of the covered slots, and what
+each sequence has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engine.speculation.adaptive_rung import AcceptBuckets, AdaptiveRung, Flush
+from engine.speculation.capacity import clamp_drafts_to_slot_capacity
+from engine.speculation.controller import SpecController
+from engine.speculation.policy import PolicySettings
+
+
+class PlainReason(StrEnum):
+    """Why no sequence of a step carries a draft.
+
+    OFF: no drafts at all. IDLE: nothing decodes. TOO_WIDE: more sequences than mtp_max_seqs.
+    UNCOVERED: every sequence sits in a slot that cannot be verified. CONTROLLER: plain decoding is
+    faster at this width. NO_ROOM: no sequence has room for one more token or row.
+    """
+
+    OFF = "off"
+    IDLE = "idle"
+    TOO_WIDE = "too_wide"
+    UNCOVERED = "uncovered"
+    CONTROLLER = "controller"
+    NO_ROOM = "no_room"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A sequence that decodes.
+
+    Attributes:
+        slot: its state slot.
+        room: drafts for which its max_tokens, max_seq_len and KV blocks leave room, at least 0;
+            with r tokens left to emit that is r - 1, as the row after the drafts emits one too.
+    """
+
+    slot: int
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a step of these sequences carries.
+
+    Attributes:
+        drafts: per candidate, in their order.
+        depth: drafts of a sequence that has room; hand it back to `SpecGate.observe`.
+        engaged: the width is one that speculates, whatever the depth is.
+        covered, uncovered: candidates in slots that can and cannot be verified.
+        reason: why `drafts` has no positive entry, else None.
+        notice: a line to log when `engaged` changed, else None.
+    """
+
+    drafts: tuple[int, ...]
+    depth: int
+    engaged: bool
+    covered: int
+    uncovered: int
+    reason: PlainReason | None
+    notice: str | None = None
+
+
+class SpecGate:
+    """Joins the settings with what is learnt from verifies.
+
+    Args:
+        settings: of speculation.
+        max_batch_size: state slots.
+    """
+
+    def __init__(self, settings: PolicySettings, max_batch_size: int) -> None:
+        self._settings = settings
+        self._slots = settings.state_slots(max_batch_size)
+        self._capacities = [settings.slot_capacity(slot) for slot in range(self._slots)]
+        self._buckets = AcceptBuckets(settings.mtp_max_seqs)
+        self._rung = AdaptiveRung(
+            settings.num_drafts, settings.ladder, pinned=not settings.adaptive_rung_acts
+        )
+        self._controller = SpecController(settings.num_drafts) if settings.controller_acts else None
+        self._engaged = False
+        self.engagements = 0
+        self.disengagements = 0
+
+    @property
+    def probes(self) -> int:
+        """First looks at a depth at some width, and flushes of the rung at two drafts."""
+        return self._rung.probes + (self._controller.probes if self._controller else 0)
+
+    @property
+    def reprobes(self) -> int:
+        """Later looks of the controller at a depth that is not in use."""
+        return self._controller.reprobes if self._controller else 0
+
+    @property
+    def switches(self) -> int:
+        """Changes of depth by the controller."""
+        return self._controller.switches if self._controller else 0
+
+    def covers(self, slot: int) -> bool:
+        """Whether a sequence in this slot may ever be verified."""
+        return slot < self._slots
+
+    def choose(self, candidates: Sequence[Candidate]) -> Choice:
+        """Drafts of the next step, whose sequences are exactly `candidates`."""
+        width = len(candidates)
+        covered = [c.slot for c in candidates if self.covers(c.slot)]
+        engaged = self._settings.num_drafts > 0 and 0 < width <= self._settings.mtp_max_seqs
+        notice = self._engage(engaged, width) if width else None
+        depth = self._depth(width, covered) if engaged and covered else 0
+        drafts = tuple(min(depth, max(c.room, 0)) if self.covers(c.slot) else 0 for c in candidates)
+        return Choice(
+            drafts=drafts,
+            depth=depth,
+            engaged=engaged,
+            covered=len(covered),
+            uncovered=width - len(covered),
+            reason=None if any(drafts) else self._reason(width, len(covered), depth),
+            notice=notice,
+        )
+
+    def record(self, width: int, drafts: int, accepted: int, now: float) -> Flush | None:
+        """Count one sequence's verify; the flush that it completed, to be logged.
+
+        Args:
+            width: sequences that decoded in the step.
+            drafts: rows that were verified.
+            accepted: of them.
+            now: seconds of a steady clock.
+        """
+        flush = self._buckets.record(width, drafts, accepted, now)
+        if flush is not None:
+            self._rung.observe(flush)
+        return flush
+
+    def observe(self, choice: Choice, accepted: Sequence[int], seconds: float) -> None:
+        """Learn what a step delivered; leave out steps with prompt rows.
+
+        Args:
+            choice: the one that the step was run by.
+            accepted: drafts that were accepted, one entry per candidate of `choice`.
+            seconds: of the step with its drafting.
+        """
+        if self._controller and choice.engaged and choice.covered and accepted:
+            self._controller.observe(len(accepted), choice.depth, accepted, seconds)
+
+    def _depth(self, width: int, covered: Sequence[int]) -> int:
+        capacities = [self._capacities[slot] for slot in covered]
+        rung = clamp_drafts_to_slot_capacity(self._rung.drafts(width), capacities)
+        if self._controller is None:
+            return rung
+        ceiling = clamp_drafts_to_slot_capacity(self._settings.num_drafts, capacities)
+        return self._controller.choose(width, ceiling, rung)
+
+    def _engage(self, engaged: bool, width: int) -> str | None:
+        if engaged == self._engaged:
+            return None
+        self._engaged = engaged
+        cap = self._settings.mtp_max_seqs
+        if engaged:
+            self.engagements += 1
+            return f"Speculation engaged at {width} sequences, its limit is {cap}"
+        self.disengagements += 1
+        return f"Speculation disengaged at {width} sequences, its limit is {cap}"
+
+    def _reason(self, width: int, covered: int, depth: int) -> PlainReason:
+        if self._settings.num_drafts == 0:
+            return PlainReason.OFF
+        if width == 0:
+            return PlainReason.IDLE
+        if width > self._settings.mtp_max_seqs:
+            return PlainReason.TOO_WIDE
+        if covered == 0:
+            return PlainReason.UNCOVERED
+        return PlainReason.CONTROLLER if depth == 0 else PlainReason.NO_ROOM
