@@ -39,7 +39,8 @@ def engine_config(settings: Settings, folder: str) -> tuple[EngineConfig, list[s
         ConfigError: `--max-seq-len` exceeds what the model allows.
     """
     notes: list[str] = []
-    allowed = load_config(Path(folder)).max_position_embeddings
+    model = load_config(Path(folder))
+    allowed = model.max_position_embeddings
     length = settings.batching.max_seq_len
     if length is None:
         length = min(allowed, DEFAULT_SEQ_LEN)
@@ -51,8 +52,8 @@ def engine_config(settings: Settings, folder: str) -> tuple[EngineConfig, list[s
         )
     threads = settings.model.threads
     if threads is None:
-        threads = len(os.sched_getaffinity(0))
-        notes.append(f"threads auto is {threads}, the CPUs that this process may use")
+        threads = max(1, len(os.sched_getaffinity(0)) - 1)
+        notes.append(f"threads auto is {threads}, one CPU is left to the API and its clients")
     prefill = settings.batching.max_prefill_tokens
     config = EngineConfig(
         model_dir=folder,
@@ -66,6 +67,8 @@ def engine_config(settings: Settings, folder: str) -> tuple[EngineConfig, list[s
         kv_tokens=settings.memory.kv_tokens,
         threads=threads,
         kernels=settings.model.kernels,
+        slot_compaction=not settings.speculation.pinned_slots,
+        speculation=settings.speculation.policy(recurrent=model.gdn_layers > 0),
     )
     return config, notes
 

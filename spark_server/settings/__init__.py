@@ -11,9 +11,9 @@ from spark_server.settings.fields import (
     MemorySettings,
     ModelSettings,
     ServerSettings,
-    SpeculationSettings,
 )
 from spark_server.settings.sources import LoadedSettings, Settings, load_settings, read_api_keys
+from spark_server.settings.speculation import SpeculationSettings
 
 __all__ = [
     "AuthSettings",

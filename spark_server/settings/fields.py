@@ -8,26 +8,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from engine.config import GRID
 from spark_server.settings.knobs import (
     AutoFloat,
     AutoInt,
     Knob,
-    Presence,
     Secrets,
+    SettingsGroup,
     Size,
     SizeInt,
     auto_none,
 )
+from spark_server.settings.speculation import SpeculationSettings
 
 
-class _Group(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-
-class ModelSettings(_Group):
+class ModelSettings(SettingsGroup):
     """What is served and on what."""
 
     model: Annotated[
@@ -86,12 +83,12 @@ class ModelSettings(_Group):
             ("--threads",),
             ("SPARK_THREADS",),
             "N",
-            auto="the CPUs that this process may use",
+            auto="the CPUs that this process may use less one, left to the API and its clients",
         ),
     ] = Field(default=None, ge=1, le=1024)
 
 
-class ServerSettings(_Group):
+class ServerSettings(SettingsGroup):
     """The HTTP server and its life."""
 
     host: Annotated[str, Knob("Address to listen on", ("--host",), ("SPARK_HOST",), "ADDRESS")] = (
@@ -120,7 +117,7 @@ class ServerSettings(_Group):
     ] = Field(default=20.0, ge=1, le=86400, allow_inf_nan=False)
 
 
-class BatchingSettings(_Group):
+class BatchingSettings(SettingsGroup):
     """How many requests run together, and how long they may be."""
 
     max_batch_size: Annotated[
@@ -162,7 +159,7 @@ class BatchingSettings(_Group):
     ] = Field(default=1024, ge=0)
 
 
-class MemorySettings(_Group):
+class MemorySettings(SettingsGroup):
     """What the engine may take of the device's memory."""
 
     gpu_memory_utilization: Annotated[
@@ -197,7 +194,7 @@ class MemorySettings(_Group):
     ] = Field(default=None, ge=GRID)
 
 
-class LimitsSettings(_Group):
+class LimitsSettings(SettingsGroup):
     """What one request may ask for."""
 
     max_body_size: Annotated[
@@ -235,112 +232,7 @@ class LimitsSettings(_Group):
     ] = Field(default=None, gt=0, allow_inf_nan=False)
 
 
-class SpeculationSettings(_Group):
-    """Speculative decoding, recurrent-state rollback and the prefix cache."""
-
-    speculative: Annotated[
-        bool,
-        Knob(
-            "Let the model's MTP head draft tokens",
-            ("--speculative",),
-            ("SPARK_SPECULATIVE",),
-            built=False,
-        ),
-    ] = False
-    num_drafts: Annotated[
-        int,
-        Knob(
-            "Drafts per step at most",
-            ("--num-drafts",),
-            ("SPARK_NUM_DRAFTS",),
-            "N",
-            built=False,
-        ),
-    ] = Field(default=3, ge=0, le=8)
-    ssm_rollback_mode: Annotated[
-        Literal["carry", "replay", "snapshot"],
-        Knob(
-            "How recurrent state survives rejected drafts",
-            ("--ssm-rollback-mode",),
-            ("SPARK_SSM_ROLLBACK_MODE",),
-            built=False,
-        ),
-    ] = "carry"
-    ssm_h_dtype: Annotated[
-        Literal["f32", "f16-pool"],
-        Knob(
-            "Storage type of the recurrent state",
-            ("--ssm-h-dtype",),
-            ("SPARK_SSM_H_DTYPE",),
-            built=False,
-        ),
-    ] = "f32"
-    ssm_decode_ring_slots: Annotated[
-        AutoInt,
-        Knob(
-            "Depth of the decode-rollback ring, 0 to 8",
-            ("--ssm-decode-ring-slots",),
-            ("SPARK_SSM_DECODE_RING_SLOTS",),
-            "N",
-            built=False,
-            auto="what free memory allows",
-        ),
-    ] = Field(default=None, ge=0, le=8)
-    enable_prefix_caching: Annotated[
-        bool,
-        Knob(
-            "Reuse KV and recurrent state of shared prefixes",
-            ("--enable-prefix-caching",),
-            ("SPARK_ENABLE_PREFIX_CACHING",),
-            built=False,
-        ),
-    ] = False
-    mtp_k_ladder: Annotated[
-        str | None,
-        Knob("Ladder of n_max:drafts steps", env=("ATLAS_MTP_K_LADDER",), built=False),
-    ] = None
-    no_mtp_k_ladder: Annotated[
-        Presence,
-        Knob("Fixed drafts at every width", env=("ATLAS_NO_MTP_K_LADDER",), built=False),
-    ] = False
-    mtp_max_seqs: Annotated[
-        int | None,
-        Knob("Widest batch that speculates", env=("ATLAS_MTP_MAX_SEQS",), built=False),
-    ] = Field(default=None, ge=0)
-    mtp_pool_full_width: Annotated[
-        Presence,
-        Knob("Verify pools for every slot", env=("ATLAS_MTP_POOL_FULL_WIDTH",), built=False),
-    ] = False
-    mtp_static_rung: Annotated[
-        Presence,
-        Knob("Pin the ladder at widths 9 to 16", env=("ATLAS_MTP_STATIC_RUNG",), built=False),
-    ] = False
-    mtp_dcut_max_seqs: Annotated[
-        int | None,
-        Knob("Widest batch that D-Cut prunes", env=("ATLAS_MTP_DCUT_MAX_SEQS",), built=False),
-    ] = Field(default=None, ge=0)
-    no_mtp_dcut: Annotated[
-        Presence, Knob("Switch D-Cut off", env=("ATLAS_NO_MTP_DCUT",), built=False)
-    ] = False
-    ep_protocol: Annotated[
-        str | None,
-        Knob("v2 pins slots and implies full width", env=("ATLAS_EP_PROTOCOL",), built=False),
-    ] = None
-    ssm_marconi_full: Annotated[
-        Presence,
-        Knob("Keep snapshot slots without a cache", env=("ATLAS_SSM_MARCONI_FULL",), built=False),
-    ] = False
-    ssm_decode_ring: Annotated[
-        str | None,
-        Knob("1 is ring depth 8, 0 is none", env=("ATLAS_SSM_DECODE_RING",), built=False),
-    ] = None
-    disable_watchdogs: Annotated[
-        str | None,
-        Knob("1 or true switches watchdogs off", env=("ATLAS_DISABLE_WATCHDOGS",), built=False),
-    ] = None
-
-
-class AuthSettings(_Group):
+class AuthSettings(SettingsGroup):
     """Who may ask."""
 
     api_key: Annotated[
@@ -364,7 +256,7 @@ class AuthSettings(_Group):
     ] = None
 
 
-class LoggingSettings(_Group):
+class LoggingSettings(SettingsGroup):
     """What is printed."""
 
     log_level: Annotated[
@@ -377,7 +269,7 @@ class LoggingSettings(_Group):
     ] = False
 
 
-GROUPS: dict[str, type[_Group]] = {
+GROUPS: dict[str, type[SettingsGroup]] = {
     "model": ModelSettings,
     "server": ServerSettings,
     "batching": BatchingSettings,

@@ -8,10 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import BeforeValidator, SecretStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, SecretStr
 
 from engine.errors import ConfigError
 from engine.reserve.sizes import parse_size
+
+
+class SettingsGroup(BaseModel):
+    """Settings that stand together in the help, the documentation and the TOML file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 @dataclass(frozen=True, slots=True)

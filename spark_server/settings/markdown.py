@@ -13,6 +13,10 @@ A flag wins over the environment, the environment over the file (`--config FILE`
 TOML with one table per group, keys as in the third column), the file over the default. A value that
 is unknown, invalid or contradicts another ends the start with exit code 2 and one line that says
 why. An environment variable that starts with `SPARK_` and is no setting gets one warning.
+
+A variable described as "Presence" is on when it is set to anything at all, also to `0` or to
+nothing; of all others the value counts. `METRALE_` in place of `ATLAS_` is read too; if both are
+set, they must agree.
 """
 
 

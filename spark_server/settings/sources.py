@@ -27,10 +27,10 @@ from spark_server.settings.fields import (
     MemorySettings,
     ModelSettings,
     ServerSettings,
-    SpeculationSettings,
     all_settings,
 )
 from spark_server.settings.parser import parse_flags
+from spark_server.settings.speculation import SpeculationSettings, check_together
 
 _PREFIXES = ("ATLAS_", "METRALE_", "SPARK_")
 # Read beside the fields: the settings file itself.
@@ -131,6 +131,7 @@ def load_settings(
         origins.update(layer.origins)
     settings = _validate(layers, origins)
     _refuse_unbuilt(settings, origins, warnings)
+    warnings.extend(check_together(settings.speculation, origins))
     _check_keys(settings, origins)
     return LoadedSettings(settings, origins, tuple(warnings), _notes(settings))
 
@@ -244,7 +245,7 @@ def _refuse_unbuilt(settings: Settings, origins: Mapping[str, str], warnings: li
         if setting.knob.built or origin is None:
             continue
         if origin.startswith(("ATLAS_", "METRALE_")):
-            warnings.append(f"{origin} has no effect, this version does not speculate")
+            warnings.append(f"{origin} has no effect, what it switches is not built yet")
         elif getattr(getattr(settings, setting.group), setting.name) != setting.default:
             raise ConfigError(f"{origin} is not available in this version of Spark; remove it")
 

@@ -9,6 +9,8 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.reserve.ssm_reserve import SsmRollbackMode
+from engine.speculation.policy import PolicySettings
 from spark_server import resolve
 from spark_server.model_source import locate_model
 from spark_server.resolve import cpu_memory, engine_config, finish_config
@@ -51,6 +53,35 @@ def test_every_setting_arrives() -> None:
     )
     assert notes == []
     assert finish_config(config, None) == (config, [])
+
+
+@pytest.mark.parametrize(("usable", "threads"), [({0}, 1), ({0, 1}, 1), ({0, 3, 5, 6}, 3)])
+def test_auto_threads_leave_one_cpu_to_the_api(
+    usable: set[int], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: usable)
+    config, notes = config_of()
+    assert config.threads == threads
+    assert notes[-1] == f"threads auto is {threads}, one CPU is left to the API and its clients"
+
+
+def test_speculation_reaches_the_engine() -> None:
+    assert config_of()[0].speculation is None
+    config, _ = config_of("--speculative", "--num-drafts", "2", "--ssm-rollback-mode", "replay")
+    assert config.speculation == PolicySettings(num_drafts=2, rollback=SsmRollbackMode.REPLAY)
+    assert config.speculation.recurrent, "spark-tiny has Gated DeltaNet layers"
+
+
+@pytest.mark.parametrize("speculate", [(), ("--speculative",)])
+@pytest.mark.parametrize(("protocol", "moves"), [("v2", False), ("v1", True), ("", True)])
+def test_the_second_protocol_pins_slots(
+    protocol: str, moves: bool, speculate: tuple[str, ...]
+) -> None:
+    loaded = load_settings(speculate, {"ATLAS_EP_PROTOCOL": protocol})
+    config, _ = engine_config(loaded.settings, TINY)
+    assert config.slot_compaction is moves
+    if config.speculation is not None:
+        assert config.speculation.full_width is not moves
 
 
 def test_longer_than_the_model_allows_is_refused() -> None:
