@@ -17,6 +17,7 @@ import torch
 from engine.config import GRID, EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
+from engine.grammar.loading import grammar_masks
 from engine.model.hybrid import HybridModel
 from engine.model.layers import rotary_bytes
 from engine.model.load import load_network
@@ -44,20 +45,28 @@ class PhaseDone(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BuiltInfo:
-    """What the API must know: vocabulary with padding, end ids, and the chosen operators."""
+    """What the API must know: vocabulary with padding, end ids, and the chosen operators.
+
+    `grammar` says whether requests may carry one.
+    """
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     kernels: str
+    grammar: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """A loaded engine, ready to step."""
+    """A loaded engine, ready to step.
+
+    `later` is what may be called, and returns at once, when it has begun to serve.
+    """
 
     core: EngineCore
     info: BuiltInfo
     ledger: Preflight
+    later: tuple[Callable[[], None], ...] = ()
 
 
 def build_engine(
@@ -102,8 +111,10 @@ def build_engine(
     warm_up(model, config)
     phase.done("warm-up", f"{threads} threads")
     eos = model_config.eos_token_ids
-    core = EngineCore(config, model, kv_blocks=found.kv_blocks, eos_ids=frozenset(eos))
-    return BuiltEngine(core, BuiltInfo(model_config.vocab_size, eos, ops.name), found)
+    masks = grammar_masks(config.model_dir, model_config.vocab_size, eos)
+    core = EngineCore(config, model, kv_blocks=found.kv_blocks, eos_ids=frozenset(eos), masks=masks)
+    info = BuiltInfo(model_config.vocab_size, eos, ops.name, grammar=masks is not None)
+    return BuiltEngine(core, info, found, () if masks is None else (masks.start,))
 
 
 def choose_ops(config: EngineConfig) -> Ops:

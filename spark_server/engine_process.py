@@ -239,6 +239,8 @@ def _start(launch: Launch, send: Send) -> Core:
         created=int(time.time()),
     )
     send(Ready(info, built.ledger.as_dict(), built.core.stats()))
+    for prepare in getattr(built, "later", ()):
+        prepare()
     return built.core
 
 

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any, NoReturn
 
 from engine.errors import RequestError
+from engine.grammar.schema import check_schema as check_followed
 from spark_server.text.forced import named_schema, required_schema
 
 MAX_TOOLS = 512
@@ -153,6 +154,7 @@ def plan_tools(tools: object, choice: object, *, parallel: bool, grammar: bool) 
         source = named_schema(by_name[named])
     else:
         source = required_schema(declared, parallel=parallel)
+    check_followed(source, "tools")
     return ToolPlan(tools=declared, choice=kind, named=named, grammar=source)
 
 
@@ -184,4 +186,6 @@ def output_grammar(response_format: object, *, grammar: bool) -> str | None:
         schema = check_schema(inner.get("schema"), param)
     if not grammar:
         _refuse(f"{kind} {_NO_GRAMMAR}; use 'text'", param, "unsupported_value")
-    return json.dumps(schema, ensure_ascii=False)
+    source = json.dumps(schema, ensure_ascii=False)
+    check_followed(source, param)
+    return source

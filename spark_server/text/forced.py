@@ -34,17 +34,34 @@ def required_schema(tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> st
             "type": "object",
             "properties": {
                 "name": {"const": tool["function"]["name"]},
-                "parameters": json.loads(named_schema(tool)),
+                "parameters": {"$ref": f"#/$defs/{number}"},
             },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for number, tool in enumerate(tools)
     ]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    schema["$defs"] = {
+        str(number): _moved(json.loads(named_schema(tool)), f"#/$defs/{number}")
+        for number, tool in enumerate(tools)
+    }
     if not parallel:
         schema["maxItems"] = 1
     return json.dumps(schema, ensure_ascii=False)
+
+
+def _moved(node: Any, place: str) -> Any:
+    """A schema whose references start at `place`, where its root is moved to."""
+    if isinstance(node, list):
+        return [_moved(child, place) for child in node]
+    if not isinstance(node, dict):
+        return node
+    moved = {key: _moved(child, place) for key, child in node.items()}
+    reference = node.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved
 
 
 class NamedCallParser:
