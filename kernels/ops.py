@@ -23,7 +23,7 @@ class Ops:
     Attributes:
         name: which one, for the log and `spark doctor`.
         pack_linear: weight [N, K] -> callable [M, K] -> [M, N] with `nbytes` and `form`.
-        add_rms_norm, silu_mul, gdn_mixer, attention_mixer, moe_mlp: see their naive.py.
+        add_rms_norm, silu_mul, gdn_mixer, attention_mixer, moe_mlp, top1: see their naive.py.
         limit_threads: how many threads the numba kernels may use from now on.
     """
 
@@ -34,6 +34,7 @@ class Ops:
     gdn_mixer: Callable[[Tensor, GdnParams, GdnState, RaggedBatch], Tensor]
     attention_mixer: Callable[[Tensor, AttentionParams, KvPages, RaggedBatch], Tensor]
     moe_mlp: Callable[[Tensor, MoeParams, Callable[[Tensor], Tensor]], Tensor]
+    top1: Callable[[Tensor], tuple[Tensor, Tensor]]
     limit_threads: Callable[[int], None]
 
 
@@ -45,6 +46,7 @@ def naive_ops(dtype: torch.dtype) -> Ops:
     from kernels.moe.naive import moe_mlp
     from kernels.rms_norm.naive import add_rms_norm
     from kernels.silu_mul.naive import silu_mul
+    from kernels.top1.naive import top1
 
     return Ops(
         name="naive",
@@ -54,6 +56,7 @@ def naive_ops(dtype: torch.dtype) -> Ops:
         gdn_mixer=gdn_mixer,
         attention_mixer=attention_mixer,
         moe_mlp=moe_mlp,
+        top1=top1,
         limit_threads=lambda threads: None,
     )
 
@@ -68,6 +71,7 @@ def cpu_ops() -> Ops:
     from kernels.moe.cpu import moe_mlp
     from kernels.rms_norm.cpu import add_rms_norm
     from kernels.silu_mul.cpu import silu_mul
+    from kernels.top1.cpu import top1
 
     pad = fp16_rows_vary()
     most = numba.config.NUMBA_NUM_THREADS
@@ -79,5 +83,6 @@ def cpu_ops() -> Ops:
         gdn_mixer=gdn_mixer,
         attention_mixer=attention_mixer,
         moe_mlp=moe_mlp,
+        top1=top1,
         limit_threads=lambda threads: numba.set_num_threads(min(threads, most)),
     )

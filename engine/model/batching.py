@@ -60,17 +60,19 @@ def step_input(
     logit_counts = np.array([s.logit_rows for s in segments], np.int64)
     # The last logit_rows rows of each segment.
     wanted = within >= (counts - logit_counts)[row_segment]
-    tables = np.full(
-        (len(segments), max(len(s.block_table) for s in segments)), dummy_block, np.int64
+    widest = max(len(s.block_table) for s in segments)
+    tables = np.array(
+        [s.block_table + (dummy_block,) * (widest - len(s.block_table)) for s in segments], np.int64
     )
-    for i, segment in enumerate(segments):
-        tables[i, : len(segment.block_table)] = segment.block_table
     token_ids = np.fromiter(
         (token for s in segments for token in s.token_ids), np.int64, count=rows
     )
 
+    on_host = device.type == "cpu"
+
     def place(array: Int64) -> Tensor:
-        return torch.from_numpy(array).to(device)
+        tensor = torch.from_numpy(array)
+        return tensor if on_host else tensor.to(device)
 
     batch = RaggedBatch(
         positions=place(starts[row_segment] + within),

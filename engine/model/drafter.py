@@ -61,6 +61,7 @@ class Drafter:
         self._head = head
         self._embed = embed
         self._lm_head = lm_head
+        self._top1 = head.ops.top1
         self._dummy_block = dummy_block
         self.device = embed.device
         self.log = log
@@ -122,8 +123,8 @@ class Drafter:
         last = state[ends[active]] if active else state[:0]
         depth = 1
         while active:
-            best, chosen = _best(logits)
-            for i, token, logprob in zip(active, best, chosen, strict=True):
+            best, chosen = self._top1(logits)
+            for i, token, logprob in zip(active, best.tolist(), chosen.tolist(), strict=True):
                 tokens[i].append(token)
                 logprobs[i].append(logprob)
             depth += 1
@@ -198,9 +199,3 @@ def _segment(entry: DraftRows, start: int, tokens: tuple[int, ...]) -> Segment:
 def _row(entry: DraftRows, position: int, token: int) -> Segment:
     """A re-fed row; the next first pass writes over it."""
     return _segment(entry, position, (token,))
-
-
-def _best(logits: Tensor) -> tuple[list[int], list[float]]:
-    """Most likely token and its log-probability of every row of logits [n, V]."""
-    top, index = logits.max(dim=-1)
-    return index.tolist(), (top - logits.logsumexp(dim=-1)).tolist()
