@@ -11,6 +11,7 @@ _LONG, _LONG_STEPS = 128, 8
 _SHORT_SHARE = 0.2
 # The short memory replaces the long one when they differ by this many of its standard errors.
 _JUMP = 3.0
+_DOUBT_WEIGHT = 8.0
 _PRIOR, _PRIOR_WEIGHT = 0.6, 4.0
 
 
@@ -22,8 +23,8 @@ class _Chance:
         self._weight = self._short_weight = _PRIOR_WEIGHT
         self._short = _PRIOR
 
-    def see(self, hits: int, trials: int, width: int) -> bool:
-        """Count `hits` of `trials` of one step of `width` sequences; whether it jumped up."""
+    def see(self, hits: int, trials: int, width: int) -> float:
+        """Count `hits` of `trials` of one step of `width` sequences; the jump, or 0."""
         memory = max(_LONG, _LONG_STEPS * width)
         self.value, self._weight = _forget(self.value, self._weight, hits, trials, memory)
         short = memory * _SHORT_SHARE
@@ -35,9 +36,14 @@ class _Chance:
         error = math.sqrt(spread / (2 * self._short_weight))
         rise = self._short - self.value
         if abs(rise) <= _JUMP * error:
-            return False
-        self.value, self._weight = self._short, self._short_weight
-        return rise > 0
+            return 0.0
+        self.value = self._short
+        self.doubt()
+        return rise
+
+    def doubt(self) -> None:
+        """The traffic has turned: what comes now counts for more than what was."""
+        self._weight = min(self._weight, _DOUBT_WEIGHT)
 
 
 class AcceptanceProfile:
@@ -58,13 +64,16 @@ class AcceptanceProfile:
         A draft that was cut before the verify counts as one that did not match: what is measured
         is what a step of this depth delivers.
         """
-        risen = False
+        jump = 0.0
         for position, chance in enumerate(self._chances[:depth]):
             trials = sum(count >= position for count in accepted)
             if trials:
                 hits = sum(count > position for count in accepted)
-                risen |= chance.see(hits, trials, len(accepted))
-        return risen
+                jump = chance.see(hits, trials, len(accepted)) or jump
+            if jump:
+                for deeper in self._chances[position + 1 :]:
+                    deeper.doubt()
+        return jump > 0
 
     def tokens(self, depth: int) -> float:
         """Tokens that a sequence may expect of a step of `depth` drafts, at least 1."""

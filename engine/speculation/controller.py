@@ -151,8 +151,10 @@ class SpecController:
         # Where one draft became likelier, those behind it may have too, unseen from here.
         state.recheck |= risen
         if self._steps - state.seen_at > _OLD:
+            # A probe that was under way has nothing left to be compared with.
             state.reference.clear()
             state.timed = 0
+            state.burst = None
         state.seen_at = self._steps
         self._time(key, drafts, seconds)
         if state.burst is not None:
