@@ -148,7 +148,10 @@ class SpecGate:
             accepted: drafts that were accepted, one entry per candidate of `choice`.
             seconds: of the step with its drafting.
         """
-        if self._controller and choice.engaged and choice.covered and accepted:
+        if self._controller is None or not choice.engaged or not choice.covered:
+            return
+        # A step whose drafts were all cut for want of room is no step of its depth.
+        if choice.reason is not PlainReason.NO_ROOM:
             self._controller.observe(len(accepted), choice.depth, accepted, seconds)
 
     def _depth(self, width: int, covered: Sequence[int]) -> int:

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.reserve.ladder import DEFAULT_LADDER, mtp_ladder_drafts, parse_ladder
@@ -53,6 +53,7 @@ def test_a_chance_that_is_no_number_gives_no_ratio(p1: float) -> None:
     assert token_ratio(p1, 0.9) == 1.0
 
 
+@settings(deadline=None)
 @given(st.floats(0.01, 1), st.floats(0, 1))
 def test_the_ratio_is_that_of_the_tokens_per_step(p1: float, p2_cond: float) -> None:
     assert token_ratio(p1, p2_cond) == pytest.approx((1 + p1 + p1 * p2_cond) / (1 + p1))
@@ -65,6 +66,7 @@ def test_a_flush_at_one_draft_does_not_see_the_second() -> None:
     assert not found.stale
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=FLUSH_VERIFIES, max_size=FLUSH_VERIFIES))
 def test_at_two_drafts_the_second_follows_from_the_mean(accepted: list[int]) -> None:
     found = fill(AcceptBuckets(32), [(2, count) for count in accepted])

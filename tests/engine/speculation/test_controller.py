@@ -186,7 +186,7 @@ def test_a_width_that_comes_back_in_the_middle_of_a_probe() -> None:
         assert trace[-1].depth == 3
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(
     st.integers(1, 4),
     st.lists(st.tuples(st.integers(1, 64), st.integers(0, 5), st.integers(1, 20)), max_size=20),

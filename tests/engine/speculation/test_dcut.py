@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import InvariantError
@@ -49,6 +49,7 @@ def test_dcut_refuses_what_cannot_be(
 LOGPROBS = st.lists(st.floats(-20, 0.5) | st.just(math.nan), max_size=6)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 5), LOGPROBS), max_size=8),
     st.sampled_from(KEEP_BUCKETS),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.reserve.ssm_reserve import SsmRollbackMode
@@ -96,6 +96,15 @@ def test_the_reason_of_the_controller() -> None:
     assert choice.engaged
 
 
+def test_steps_without_room_say_nothing_of_their_depth() -> None:
+    gate = SpecGate(PolicySettings(3), 8)
+    for _ in range(100):
+        choice = gate.choose(seated(2, room=0))
+        assert choice.depth == 3
+        gate.observe(choice, [0, 0], 1.0)
+    assert gate.probes == 0
+
+
 def test_engagement_is_told_once_per_change() -> None:
     gate = SpecGate(PolicySettings(3), 128)
     notices = [gate.choose(seated(width)).notice for width in (1, 20, 32, 33, 64, 33, 32, 1)]
@@ -137,20 +146,21 @@ SETTINGS = st.builds(
 BATCH = st.dictionaries(st.integers(0, 63), st.integers(-1, 9), max_size=40)
 
 
+@settings(max_examples=60, deadline=None)
 @given(SETTINGS, st.lists(BATCH, max_size=25), st.randoms(use_true_random=False))
 def test_no_bound_is_ever_exceeded(
-    settings: PolicySettings, steps: list[dict[int, int]], rng: Random
+    policy: PolicySettings, steps: list[dict[int, int]], rng: Random
 ) -> None:
-    gate = SpecGate(settings, 64)
-    covered = settings.state_slots(64)
+    gate = SpecGate(policy, 64)
+    covered = policy.state_slots(64)
     for number, batch in enumerate(steps * 4):
         choice = gate.choose([Candidate(slot, room) for slot, room in batch.items()])
-        capacities = [settings.slot_capacity(slot) for slot in batch if slot < covered]
+        capacities = [policy.slot_capacity(slot) for slot in batch if slot < covered]
         for (slot, room), drafts in zip(batch.items(), choice.drafts, strict=True):
             assert 0 <= drafts <= max(room, 0)
-            assert drafts <= min(settings.num_drafts, *capacities, 99)
+            assert drafts <= min(policy.num_drafts, *capacities, 99)
             assert drafts == 0 or slot < covered
-        if len(batch) > settings.mtp_max_seqs:
+        if len(batch) > policy.mtp_max_seqs:
             assert not any(choice.drafts)
             assert not choice.engaged
         assert (choice.reason is None) == any(choice.drafts)

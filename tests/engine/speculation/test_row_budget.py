@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import InvariantError
@@ -39,6 +39,7 @@ def test_a_verify_that_no_forward_carries_is_a_bug() -> None:
         split_verify([2, 97])
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 96), max_size=200))
 def test_forwards_hold_every_sequence_once_and_are_as_wide_as_allowed(rows: list[int]) -> None:
     runs = split_verify(rows)
