@@ -24,6 +24,8 @@ from prometheus_client.registry import Collector
 
 from engine.request import EngineStats, RequestStats
 from spark_server.engine_api import Endpoint, EngineState, ModelInfo, Outcome
+from spark_server.rising import Rising
+from spark_server.speculation_metrics import SPECULATION_NAMES, SpeculationCollector
 from spark_server.version import version
 
 P = ParamSpec("P")
@@ -79,6 +81,7 @@ METRIC_NAMES = (
     "spark_process_cpu_seconds_total",
     "spark_process_resident_bytes",
     "spark_metrics_faults_total",
+    *SPECULATION_NAMES,
 )
 
 logger = logging.getLogger(__name__)
@@ -102,41 +105,24 @@ def _safe(method: Callable[P, R]) -> Callable[P, R | None]:
 
 
 class _EngineCollector(Collector):
-    """Gauges and counters that the engine counts itself, read when somebody scrapes.
-
-    The engine's counters begin anew with each engine process; `carried` holds what earlier ones
-    counted, so that the exported ones only rise.
-    """
+    """Gauges and counters that the engine counts itself, read when somebody scrapes."""
 
     def __init__(self) -> None:
-        self.latest: EngineStats | None = None
-        self._base = EngineStats()
-        self._carried: dict[str, float] = {}
+        self._latest = EngineStats()
+        self._totals: Rising[str] = Rising()
 
-    def restart(self, baseline: EngineStats | None) -> None:
-        """A new engine process starts counting; `baseline` is what its warm-up counted."""
-        self._carried = self._counters()
-        self.latest = self._base = baseline or EngineStats()
+    def report(self, stats: EngineStats) -> None:
+        """What the engine says of itself."""
+        self._latest = stats
+        self._totals.report(_counts(stats))
 
-    def lost(self) -> None:
-        """The engine process is gone: nothing runs and nothing is held."""
-        self._carried = self._counters()
-        self.latest = self._base = EngineStats()
-
-    def _counters(self) -> dict[str, float]:
-        now, base = self.latest or EngineStats(), self._base
-        kinds, before = dict(now.steps_by_kind), dict(base.steps_by_kind)
-        fresh: dict[str, float] = {
-            "prompt": now.prompt_tokens - base.prompt_tokens,
-            "generation": now.generation_tokens - base.generation_tokens,
-            "preemptions": now.preemptions - base.preemptions,
-        }
-        for kind in _STEP_KINDS:
-            fresh[kind] = kinds.get(kind, 0) - before.get(kind, 0)
-        return {key: self._carried.get(key, 0.0) + max(0.0, value) for key, value in fresh.items()}
+    def restart(self, baseline: EngineStats | None = None) -> None:
+        """A new engine process counts, or none; `baseline` is what its warm-up counted."""
+        self._latest = baseline or EngineStats()
+        self._totals.restart(_counts(self._latest))
 
     def collect(self) -> Iterator[Metric]:
-        now = self.latest or EngineStats()
+        now = self._latest
         gauges = (
             ("spark_requests_running", "Sequences in the running batch", now.running),
             ("spark_requests_waiting", "Sequences in the engine's queue", now.waiting),
@@ -148,18 +134,29 @@ class _EngineCollector(Collector):
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(name, text, value=value)
-        counts = self._counters()
+        counts = self._totals.totals()
         counters = (
             ("spark_engine_prompt_tokens", "Prompt tokens that the engine ran", "prompt"),
             ("spark_engine_generation_tokens", "Tokens that the engine emitted", "generation"),
             ("spark_preemptions", "Sequences that gave up their memory to others", "preemptions"),
         )
         for name, text, key in counters:
-            yield CounterMetricFamily(name, text, value=counts[key])
+            yield CounterMetricFamily(name, text, value=counts.get(key, 0.0))
         steps = CounterMetricFamily("spark_steps", "Steps by what they carried", labels=["kind"])
         for kind in _STEP_KINDS:
-            steps.add_metric([kind], counts[kind])
+            steps.add_metric([kind], counts.get(kind, 0.0))
         yield steps
+
+
+def _counts(stats: EngineStats) -> dict[str, float]:
+    """Everything in a report that only rises."""
+    kinds = dict(stats.steps_by_kind)
+    return {
+        "prompt": stats.prompt_tokens,
+        "generation": stats.generation_tokens,
+        "preemptions": stats.preemptions,
+        **{kind: kinds.get(kind, 0) for kind in _STEP_KINDS},
+    }
 
 
 class _ProcessCollector(Collector):
@@ -212,7 +209,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._engine = _EngineCollector()
         self._processes = _ProcessCollector()
+        self._speculation = SpeculationCollector()
         self.registry.register(self._engine)
+        self.registry.register(self._speculation)
         self.registry.register(self._processes)
         self._routes: set[str] = set()
         self._open: dict[int, Endpoint] = {}
@@ -355,7 +354,8 @@ class Metrics:
     @_safe
     def on_step(self, stats: EngineStats, stepped: bool) -> None:
         """The engine reported; `stepped` is False when it only says that it is idle."""
-        self._engine.latest = stats
+        self._engine.report(stats)
+        self._speculation.report(stats.speculation)
         if stepped:
             self._step.observe(stats.last_step_seconds)
 
@@ -377,6 +377,7 @@ class Metrics:
     ) -> None:
         """An engine process takes work. `terms`: name, `exact` or `estimate`, bytes."""
         self._engine.restart(baseline)
+        self._speculation.restart(baseline.speculation if baseline else None)
         self._model.clear()
         self._model.labels(info.model_id).set(1)
         self._ledger.clear()
@@ -386,7 +387,8 @@ class Metrics:
     @_safe
     def on_engine_lost(self) -> None:
         """The engine process is gone; its gauges fall to nothing."""
-        self._engine.lost()
+        self._engine.restart()
+        self._speculation.restart()
         self._processes.engine_resident = 0
 
     @_safe
