@@ -24,7 +24,7 @@ _ELEMENT_BYTES = {
     "BF16": 2,
     "F16": 2,
 }
-_HALF = ("float16", "F16")
+_HALF = ("float16", "F16", "bfloat16", "BF16")
 _IGNORED = ("model.visual.", "visual.")
 # Qwen3.5 checkpoints are bfloat16 with these two kept in float32.
 _FLOAT32_NAMES = (".A_log", ".linear_attn.norm.weight")
@@ -123,8 +123,8 @@ def resident_bytes(
 def packed_element_bytes(dtype: str, config: EngineConfig) -> int:
     """Bytes per number of a packed matrix that is stored as `dtype`.
 
-    The CPU kernels pack in fp16 only what fp16 holds exactly. That is all of a float16 checkpoint;
-    a bfloat16 matrix with one weight below 2^-17 (nearly every one) stays float32.
+    The CPU kernels pack in fp16 what fp16 holds exactly after scaling by a power of two: all of a
+    float16 checkpoint and, but for a matrix that spans more than 2^31, of a bfloat16 one.
     """
     if not uses_cpu_kernels(config):
         return element_bytes(config.dtype)

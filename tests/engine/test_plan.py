@@ -121,7 +121,7 @@ def test_tying_drops_the_head_from_the_file_and_packs_it_all_the_same() -> None:
     ("stored", "config", "width"),
     [
         ("F16", CONFIG, 2),
-        ("BF16", CONFIG, 4),
+        ("BF16", CONFIG, 2),
         ("F32", CONFIG, 4),
         ("F16", replace(CONFIG, kernels="naive"), 4),
         ("BF16", replace(CONFIG, device="cuda", dtype="bfloat16"), 2),

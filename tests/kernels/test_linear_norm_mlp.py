@@ -42,13 +42,26 @@ def test_padding_keeps_the_rows() -> None:
         torch.testing.assert_close(padded(rows[:count]), plain(rows[:count]))
 
 
+def test_small_numbers_are_exact_after_scaling() -> None:
+    weight = (random(32, 48) / 7).bfloat16()
+    weight[3, 5] = 2.0**-25 * 1.2421875
+    assert not linear.exact_in_fp16(weight.float())
+    packed = linear.pack(weight, pad=False)
+    assert packed.form == "fp16"
+    rows = random(9, 48, seed=1)
+    torch.testing.assert_close(packed(rows), rows @ weight.float().T, atol=2e-6, rtol=1e-5)
+    # Rows of a unit matrix give the weight back, bit for bit.
+    assert torch.equal(packed(torch.eye(48)), weight.float().T)
+
+
 def test_numbers_that_fp16_cannot_hold_stay_float32() -> None:
     weight = torch.full((8, 8), 1e-30, dtype=torch.bfloat16)
+    weight[0] = 1.0
     packed = linear.pack(weight, pad=False)
     assert packed.form == "float32"
-    torch.testing.assert_close(
-        packed(torch.ones(3, 8)), torch.full((3, 8), 8 * float(weight[0, 0]))
-    )
+    want = torch.full((3, 8), 8 * float(weight[1, 0]))
+    want[:, 0] = 8.0
+    torch.testing.assert_close(packed(torch.ones(3, 8)), want)
 
 
 @pytest.mark.parametrize("width", [16, 50, 256])
