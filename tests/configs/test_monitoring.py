@@ -9,16 +9,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from spark_server.metrics import METRIC_NAMES
+from spark_server.speculation_metrics import SPECULATION_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = files("configs")
 
 
-def dashboard() -> dict[str, Any]:
-    text = CONFIGS.joinpath("grafana", "dashboards", "spark.json").read_text(encoding="utf-8")
+DASHBOARDS = ("spark.json", "speculation.json")
+
+
+def dashboard(name: str) -> dict[str, Any]:
+    text = CONFIGS.joinpath("grafana", "dashboards", name).read_text(encoding="utf-8")
     return dict(json.loads(text))
 
 
@@ -26,8 +31,8 @@ def load(*parts: str) -> Any:
     return yaml.safe_load(CONFIGS.joinpath(*parts).read_text(encoding="utf-8"))
 
 
-def expressions() -> list[str]:
-    return [t["expr"] for panel in dashboard()["panels"] for t in panel.get("targets", [])]
+def expressions(name: str) -> list[str]:
+    return [t["expr"] for panel in dashboard(name)["panels"] for t in panel.get("targets", [])]
 
 
 def names(expression: str) -> set[str]:
@@ -35,18 +40,30 @@ def names(expression: str) -> set[str]:
     return {re.sub(r"_(bucket|sum|count)$", "", name) for name in found}
 
 
-def test_the_dashboard_names_only_metrics_that_exist() -> None:
-    used = set().union(*(names(text) for text in expressions()))
-    assert used - set(METRIC_NAMES) == set()
+def used(name: str) -> set[str]:
+    return set().union(*(names(text) for text in expressions(name)))
 
 
-def test_every_metric_is_on_the_dashboard() -> None:
-    used = set().union(*(names(text) for text in expressions()))
-    assert set(METRIC_NAMES) - used == set()
+def test_all_dashboards_are_known_and_told_apart() -> None:
+    folder = CONFIGS.joinpath("grafana", "dashboards")
+    assert sorted(entry.name for entry in folder.iterdir()) == list(DASHBOARDS)
+    for key in ("uid", "title"):
+        assert len({dashboard(name)[key] for name in DASHBOARDS}) == len(DASHBOARDS)
 
 
-def test_panels_are_told_apart_and_do_not_overlap() -> None:
-    panels = dashboard()["panels"]
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_a_dashboard_names_only_metrics_that_exist(name: str) -> None:
+    assert used(name) - set(METRIC_NAMES) == set()
+
+
+def test_every_metric_is_on_a_dashboard() -> None:
+    assert set(METRIC_NAMES) - set().union(*(used(name) for name in DASHBOARDS)) == set()
+    assert set(SPECULATION_NAMES) - used("speculation.json") == set()
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_panels_are_told_apart_and_do_not_overlap(name: str) -> None:
+    panels = dashboard(name)["panels"]
     ids = [panel["id"] for panel in panels]
     assert len(set(ids)) == len(ids)
     taken: dict[tuple[int, int], str] = {}
@@ -61,9 +78,10 @@ def test_panels_are_told_apart_and_do_not_overlap() -> None:
     assert all(upper < lower for upper, lower in pairwise(rows))
 
 
-def test_every_panel_asks_the_provisioned_data_source() -> None:
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_every_panel_asks_the_provisioned_data_source(name: str) -> None:
     (source,) = load("grafana", "provisioning", "datasources", "prometheus.yml")["datasources"]
-    panels = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+    panels = [panel for panel in dashboard(name)["panels"] if panel["type"] != "row"]
     assert {panel["datasource"]["uid"] for panel in panels} == {source["uid"]}
     assert {t["datasource"]["uid"] for panel in panels for t in panel["targets"]} == {source["uid"]}
     assert (
