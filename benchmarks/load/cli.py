@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from benchmarks.load.compare import compare
 from benchmarks.load.loop import Run, median_of, run_loop
 from benchmarks.load.processes import ServerStartError, spawned_server
 from benchmarks.load.prompts import PromptKind, PromptSource, Shape, first_model, token_pool
@@ -47,6 +48,12 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         "--spawn",
         action="store_true",
         help="start a server on a free port; flags after -- are its flags",
+    )
+    where.add_argument(
+        "--compare-speculation",
+        action="store_true",
+        help="start two servers, one with --speculative, and measure them in turn "
+        "on prose and tool-shaped prompts",
     )
     where.add_argument(
         "--server-pid",
@@ -92,10 +99,11 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     load.add_argument("--timeout", type=float, default=300.0, help="s per request (default 300)")
     argv, flags = _split(argv)
     args = parser.parse_args(argv)
-    if args.spawn and (args.url or args.server_pid):
-        parser.error("--spawn starts its own server: leave out --url and --server-pid")
-    if flags and not args.spawn:
-        parser.error(f"flags after -- ({' '.join(flags)}) need --spawn")
+    starts = args.spawn or args.compare_speculation
+    if starts and (args.url or args.server_pid):
+        parser.error("own servers are started: leave out --url and --server-pid")
+    if flags and not starts:
+        parser.error(f"flags after -- ({' '.join(flags)}) need --spawn or --compare-speculation")
     args.serve_flags = flags
     return args
 
@@ -162,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(sys.argv[1:] if argv is None else argv)
     progress = Console(stderr=True)
     try:
+        if args.compare_speculation:
+            return asyncio.run(compare(args, progress))
         rows = asyncio.run(measure(args, progress))
     except (ValueError, OSError, WireError, ServerStartError) as error:
         progress.print(f"spark bench: {error}", markup=False)

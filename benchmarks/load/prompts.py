@@ -88,8 +88,8 @@ class PromptSource:
         return self._rng.choices(self._pool, k=self._shape.prompt_tokens)
 
 
-async def fetch_json(target: Target, path: str, body: object = None) -> tuple[int, object]:
-    """GET (without a body) or POST, and the status with the parsed answer (None if not JSON).
+async def fetch_text(target: Target, path: str, body: object = None) -> tuple[int, str]:
+    """GET (without a body) or POST, and the status with the answer's text.
 
     Raises:
         OSError, WireError: the server does not answer.
@@ -102,8 +102,14 @@ async def fetch_json(target: Target, path: str, body: object = None) -> tuple[in
         status = await connection.request(head, payload, lambda data, _: pieces.append(data))
     finally:
         connection.close()
+    return status, b"".join(pieces).decode("utf-8", "replace")
+
+
+async def fetch_json(target: Target, path: str, body: object = None) -> tuple[int, object]:
+    """As fetch_text, with the parsed answer (None if it is no JSON)."""
+    status, text = await fetch_text(target, path, body)
     try:
-        return status, json.loads(b"".join(pieces))
+        return status, json.loads(text)
     except ValueError:
         return status, None
 

@@ -17,10 +17,15 @@ LEGEND = (
 
 def table(rows: Sequence[Mapping[str, object]], title: str) -> str:
     """One line per concurrency, at most 80 columns wide, then what went wrong."""
-    cells = [HEAD, *(_cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(HEAD))]
+    lines = aligned([HEAD, *(_cells(row) for row in rows)])
+    return "\n".join([title, "", lines, "", LEGEND, *_errors(rows)])
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> str:
+    """Lines of cells, right-aligned by column."""
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     lines = ["  ".join(f"{c:>{w}}" for c, w in zip(line, widths, strict=True)) for line in cells]
-    return "\n".join([title, "", *lines, "", LEGEND, *_errors(rows)])
+    return "\n".join(lines)
 
 
 def _cells(row: Mapping[str, object]) -> tuple[str, ...]:
