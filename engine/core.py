@@ -248,7 +248,7 @@ class EngineCore:
         targets = sampled.tokens
         tokens: list[Listing[int]] = []
         logprobs: list[Listing[TokenLogprobs]] = []
-        failures: dict[int, str] = dict(broken)
+        failures: dict[int, str | RequestError] = dict(broken)
         row = 0
         for index, segment in enumerate(plan.segments):
             end = row + segment.logit_rows
@@ -264,10 +264,12 @@ class EngineCore:
             row = end
         return StepOutcome(tokens, logprobs, failures)
 
-    def _allowed(self, plan: StepPlan) -> tuple[dict[int, TokenMask], dict[int, str]]:
+    def _allowed(
+        self, plan: StepPlan
+    ) -> tuple[dict[int, TokenMask], dict[int, str | RequestError]]:
         """The grammars' masks by logits row, and by segment what to tell where one failed."""
         masks: dict[int, TokenMask] = {}
-        failures: dict[int, str] = {}
+        failures: dict[int, str | RequestError] = {}
         end = 0
         for number, (sequence, segment) in enumerate(
             zip(plan.sequences, plan.segments, strict=True)
@@ -282,6 +284,8 @@ class EngineCore:
                     mask = self._masks.allowed(sequence.request_id, output)
                     if mask is not None:
                         masks[row] = mask
+            except RequestError as error:
+                failures[number] = error
             except Exception:
                 logger.exception("The grammar of request %d failed", sequence.request_id)
                 failures[number] = "the grammar of this request failed; try again"

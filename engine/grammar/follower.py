@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.errors import RequestError
 from engine.grammar.vocabulary import Vocabulary
 
 Words = npt.NDArray[np.int32]
@@ -63,6 +65,13 @@ def _sound(piece: bytes) -> bool:
     return not any(byte in (0xC0, 0xC1) or byte > 0xF4 for byte in piece)
 
 
+# Processor seconds of this thread that a grammar may take: for one mask, and per mask on average.
+# A usual one takes 0.1 to 1 ms; an ambiguous one may take longer with every token.
+MAX_SECONDS = 0.1
+MEAN_SECONDS = 0.02
+_SECONDS_AHEAD = 0.1
+
+
 class Follower:
     """The state of one request's grammar after some output; moves forward and back as asked.
 
@@ -85,13 +94,35 @@ class Follower:
         ends[list(end_ids)] = True
         self._ends_only = pack_mask(list(ends))
         self._accepted: list[int] = []
+        self._masks = 0
+        self._seconds = 0.0
 
     def allowed(self, output: Sequence[int]) -> Words | None:
         """What may follow `output`, packed int32.
 
         None when `output` breaks the grammar or goes on after its end: then it is a row behind a
         draft that will be refused, and its target never counts.
+
+        Raises:
+            RequestError: the grammar takes too long.
         """
+        began = time.thread_time()
+        mask = self._mask(output)
+        self._charge(time.thread_time() - began)
+        return mask
+
+    def _charge(self, seconds: float) -> None:
+        self._masks += 1
+        self._seconds += seconds
+        if seconds > MAX_SECONDS or self._seconds > _SECONDS_AHEAD + MEAN_SECONDS * self._masks:
+            raise RequestError(
+                f"the JSON schema is too ambiguous to follow: {1000 * seconds:.0f} ms for token "
+                f"{self._masks}; use patterns in which one thing can be matched in one way",
+                param="response_format",
+                code="invalid_schema",
+            )
+
+    def _mask(self, output: Sequence[int]) -> Words | None:
         self._back(_common(self._accepted, output))
         for token in output[len(self._accepted) :]:
             if token in self._end_ids:

@@ -8,6 +8,7 @@ not. Frames on standard input and output: length, then bytes; it ends with its s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -41,9 +42,11 @@ def main() -> int:
     os.nice(NICENESS)  # trying out must not take the processor from those who are served
     vocabulary = load_vocabulary(Path(folder), int(vocab_size), tuple(map(int, ends.split(","))))
     compiler = GrammarCompiler(vocabulary)
-    send(sys.stdout.fileno(), READY)
-    while (schema := receive(sys.stdin.fileno())) is not None:
-        send(sys.stdout.fileno(), in_child(partial(try_out, compiler, schema.decode())))
+    # A broken pipe: the engine ended before it could hear the answer.
+    with contextlib.suppress(BrokenPipeError):
+        send(sys.stdout.fileno(), READY)
+        while (schema := receive(sys.stdin.fileno())) is not None:
+            send(sys.stdout.fileno(), in_child(partial(try_out, compiler, schema.decode())))
     return 0
 
 

@@ -16,7 +16,10 @@ MAX_BYTES = 64 * 1024
 MAX_DEPTH = 32  # subschemas inside one another
 MAX_ENUM = 2000
 MAX_PATTERN = 512
-MAX_COUNT = 10_000  # items, properties, characters, repetitions in a pattern
+MAX_COUNT = 10_000  # items, properties, characters
+# Characters of a pattern when its counted repetitions are written out: so many places at once a
+# match may be at, and each costs time at every token.
+MAX_PLACES = 1000
 MAX_PATTERN_DEPTH = 16
 MAX_NUMBER = 2**53
 
@@ -75,7 +78,10 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "array": (list,),
     "object": (dict,),
 }
-_REPETITION = re.compile(r"\{(\d+)(?:,(\d*))?\}")
+# An escape, a class, a counted repetition, or any one character.
+_PATTERN_TOKEN = re.compile(
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?P<low>\d+)(?:,(?P<high>\d*))?\}|.", re.DOTALL
+)
 
 
 def check_schema(text: str, param: str = "response_format") -> None:
@@ -156,17 +162,12 @@ class _Check:
             self.refuse(
                 f"has a pattern of {len(pattern)} characters, at most {MAX_PATTERN} are accepted"
             )
-        product = 1
-        for low, high in _REPETITION.findall(pattern):
-            product *= max(int(low), int(high or 0), 1)
-            if product > MAX_COUNT:
-                self.refuse(
-                    f"has a pattern that repeats {product} times, at most {MAX_COUNT} are accepted"
-                )
-        depth = deepest = 0
-        for char in pattern:
-            depth += (char == "(") - (char == ")")
-            deepest = max(deepest, depth)
+        places, deepest = pattern_size(pattern)
+        if places > MAX_PLACES:
+            self.refuse(
+                f"has a pattern of {places} characters when its repetitions are written out, at "
+                f"most {MAX_PLACES} are accepted"
+            )
         if deepest > MAX_PATTERN_DEPTH:
             self.refuse(
                 f"has a pattern with {deepest} nested groups, at most {MAX_PATTERN_DEPTH} are "
@@ -269,11 +270,38 @@ class _Check:
                 self.refuse(f"has {keyword} that is no list of schemas")
             children.extend(listed)
         children.extend(
-            node[keyword]
-            for keyword in ("items", "additionalProperties", "propertyNames")
-            if keyword in node
+            node[keyword] for keyword in ("items", "additionalProperties") if keyword in node
         )
+        names = node.get("propertyNames", True)
+        children.append({"type": "string", **names} if isinstance(names, dict) else names)
         return children
+
+
+def pattern_size(pattern: str) -> tuple[int, int]:
+    """Characters of a regular expression with counted repetitions written out, and its depth.
+
+    Expects no valid expression; what it cannot read it takes for characters.
+    """
+    sizes, lasts = [0], [0]  # per open group: its size, and the size of its last part
+    deepest = 0
+    for token in _PATTERN_TOKEN.finditer(pattern):
+        text = token[0]
+        if text == "(":
+            sizes.append(0)
+            lasts.append(0)
+            deepest = max(deepest, len(sizes) - 1)
+        elif text == ")" and len(sizes) > 1:
+            lasts.pop()
+            lasts[-1] = sizes.pop()
+            sizes[-1] += lasts[-1]
+        elif token["low"]:
+            more = lasts[-1] * (max(int(token["low"]), int(token["high"] or 0), 1) - 1)
+            lasts[-1] += more
+            sizes[-1] += more
+        elif text not in "|^$*+?":
+            lasts[-1] = 1
+            sizes[-1] += 1
+    return sum(sizes), deepest
 
 
 def _is_of(value: object, name: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from engine.errors import RequestError
 from engine.request import TokenLogprobs
 from engine.runner import Segment
 from engine.sampling.state import SamplingRow
@@ -51,9 +52,10 @@ class StepOutcome:
         tokens: the verified tokens of each sequence: one target, or a burst of accepted drafts and
             the target after them; empty where the segment had no logit rows.
         logprobs: one entry per token where they were asked for, else empty.
-        failures: index in the plan -> a sentence, for sequences that cannot go on.
+        failures: index in the plan -> a sentence, or what is wrong with the request, for sequences
+            that cannot go on.
     """
 
     tokens: Listing[Listing[int]]
     logprobs: Listing[Listing[TokenLogprobs]] = ()
-    failures: Mapping[int, str] = field(default_factory=dict)
+    failures: Mapping[int, str | RequestError] = field(default_factory=dict)

@@ -133,14 +133,7 @@ class Scheduler:
         """End a held request with what is wrong with it; None when it has ended meanwhile."""
         if request_id not in self._held:
             return None
-        return self._end(
-            self._sequences[request_id],
-            FinishReason.ERROR,
-            error=error.message,
-            error_status=error.status,
-            error_param=error.param,
-            error_code=error.code,
-        )
+        return self._end_with_error(self._sequences[request_id], error)
 
     def abort(self, request_id: int) -> TokenDelta | None:
         """End a request in whatever state it is.
@@ -415,8 +408,17 @@ class Scheduler:
         aborted, self._aborted_in_flight = self._aborted_in_flight, []
         return [self._end(sequence, FinishReason.ABORT) for sequence in aborted]
 
-    def _end_with_error(self, sequence: Sequence, error: str) -> TokenDelta:
-        return self._end(sequence, FinishReason.ERROR, error=error)
+    def _end_with_error(self, sequence: Sequence, error: str | RequestError) -> TokenDelta:
+        if isinstance(error, str):
+            return self._end(sequence, FinishReason.ERROR, error=error)
+        return self._end(
+            sequence,
+            FinishReason.ERROR,
+            error=error.message,
+            error_status=error.status,
+            error_param=error.param,
+            error_code=error.code,
+        )
 
     def _end(
         self,

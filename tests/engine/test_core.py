@@ -308,7 +308,7 @@ class EvenOdd:
 
     def __init__(self) -> None:
         self.opened: list[int] = []
-        self.broken: set[int] = set()
+        self.broken: dict[int, Exception] = {}
         self.news: list[tuple[int, RequestError | None]] = []
         self.waits = 0
 
@@ -317,7 +317,9 @@ class EvenOdd:
             raise RequestError("the grammar is bad")
         self.opened.append(request.request_id)
         if request.grammar == "broken":
-            self.broken.add(request.request_id)
+            self.broken[request.request_id] = ValueError("broken")
+        if request.grammar == "ambiguous":
+            self.broken[request.request_id] = RequestError("too slow", param="p")
         return request.grammar != "slow"
 
     def settled(self) -> list[tuple[int, RequestError | None]]:
@@ -330,7 +332,7 @@ class EvenOdd:
 
     def allowed(self, request_id: int, output: Sequence[int]) -> TokenMask | None:
         if request_id in self.broken:
-            raise ValueError("broken")
+            raise self.broken[request_id]
         mask = np.zeros(VOCAB, np.bool_)
         if len(output) == 6:
             mask[0] = True
@@ -423,12 +425,15 @@ def test_a_held_request_can_end_in_the_queue(end: str) -> None:
 def test_a_grammar_that_raises_ends_its_own_request_only() -> None:
     engine = Engine(masks=EvenOdd())
     engine.core.add(with_grammar(1, "broken", 5))
+    engine.core.add(with_grammar(4, "ambiguous", 5))
     engine.core.add(with_grammar(2, "g", 20))
     engine.core.add(request(3, prompt(10), 4, ignore_eos=True))
     engine.finish()
     assert engine.last(1).finish_reason is FinishReason.ERROR
     assert engine.last(1).error == "the grammar of this request failed; try again"
     assert engine.last(1).error_status == 500
+    assert (engine.last(4).error, engine.last(4).error_status) == ("too slow", 400)
+    assert engine.last(4).error_param == "p"
     assert engine.last(2).finish_reason is FinishReason.STOP
     assert engine.last(3).finish_reason is FinishReason.LENGTH
 

@@ -204,16 +204,9 @@ def nested_one_of(depth: int) -> dict[str, Any]:
     return node
 
 
-def shared_one_of(depth: int) -> dict[str, Any]:
-    """Small as text, exponential when it is written out."""
-    definitions: dict[str, Any] = {"D0": {"enum": [1, 2]}}
-    for level in range(depth):
-        ref = {"$ref": f"#/$defs/D{level}"}
-        definitions[f"D{level + 1}"] = {
-            "type": "object",
-            "properties": {f"p{i}": ref for i in range(40)},
-        }
-    return {"$defs": definitions, "$ref": f"#/$defs/D{depth}"}
+SLOW = {"type": "string", "pattern": "^(.{0,30},?){30}$"}  # would compile for minutes
+# Compiles at once and takes more time with every token, which nobody sees beforehand.
+AMBIGUOUS = {"type": "string", "pattern": "^.*a.{900}$"}
 
 
 def deep(depth: int) -> dict[str, Any]:
@@ -293,13 +286,34 @@ def test_hostile_schemas_are_refused_beside_a_stream_that_flows(url: str, stream
     assert max(gaps) < 2.0, sorted(gaps)[-5:]
 
 
-def test_a_schema_that_compiles_for_ever_is_given_up(url: str) -> None:
-    with plain_stream(url) as gaps:
-        response = chat(url, response_format=schema_format(shared_one_of(20)))
-    assert response.status_code in (200, 400), response.text
-    assert max(gaps) < 2.0, sorted(gaps)[-5:]
-    (choice,) = whole(url, response_format=schema_format({"const": [1, "x"]}))
+def test_a_schema_that_compiles_for_long_is_given_up(url: str) -> None:
+    """Its own client waits for the limit, another's grammar after it, a plain stream not at all."""
+    const = schema_format({"const": [1, "x"]})
+    with plain_stream(url) as gaps, ThreadPoolExecutor(2) as pool:
+        long = pool.submit(chat, url, response_format=schema_format(SLOW))
+        time.sleep(0.2)
+        (choice,) = whole(url, response_format=const)
+        response = long.result()
+    assert response.status_code == 400, response.text
+    assert "takes longer than 2 s to compile" in response.json()["error"]["message"]
     assert json.loads(choice["content"]) == [1, "x"]
+    assert max(gaps) < 2.0, sorted(gaps)[-5:]
+    began = time.monotonic()
+    assert chat(url, response_format=schema_format(SLOW)).status_code == 400
+    assert time.monotonic() - began < 1, "a refusal is remembered"
+
+
+def test_an_ambiguous_grammar_ends_its_own_request(url: str) -> None:
+    with plain_stream(url) as gaps:
+        response = chat(
+            url,
+            response_format=schema_format(AMBIGUOUS),
+            logit_bias={"64": 100},
+            max_tokens=900,
+        )
+    assert response.status_code == 400, response.text
+    assert "too ambiguous to follow" in response.json()["error"]["message"]
+    assert max(gaps) < 2.0, sorted(gaps)[-5:]
 
 
 def test_a_tools_schema_is_refused_by_name(url: str) -> None:
