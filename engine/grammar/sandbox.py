@@ -112,7 +112,7 @@ def try_out(compiler: GrammarCompiler, schema: str) -> bytes:
             text = compiler.grammar_text(schema).encode()
             if len(text) > MAX_GRAMMAR_BYTES:
                 return REFUSED + f"becomes a grammar of {len(text)} bytes; make it smaller".encode()
-            compiler.compile(text.decode())
+            compiler.first_mask(compiler.compile(text.decode()))
         except Exception as error:
             return REFUSED + _reason(str(error)).encode()
         said.seek(0)

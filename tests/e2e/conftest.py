@@ -1,4 +1,4 @@
-"""Real servers that several tests share; each is checked for complaints when it ends."""
+"""Real servers and answers that several tests share; servers must end without a complaint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import openai
 import pytest
 
+from engine.core import EngineCore
+from engine.request import FinishReason
 from tests.e2e.servers import serving, wait_idle
+from tests.e2e.work import COUNT, Answer, core, requests, run
 from tests.spark_server.test_server import Server
 
 
@@ -38,3 +41,19 @@ def server(roomy: Server) -> Iterator[Server]:
 def client(server: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def wide() -> EngineCore:
+    return core()
+
+
+@pytest.fixture(scope="session")
+def alone(wide: EngineCore) -> dict[int, Answer]:
+    answers = run(wide, requests(), 1)
+    assert {answer.reason for answer in answers.values()} <= {
+        FinishReason.LENGTH,
+        FinishReason.STOP,
+    }
+    assert sum(len(answer.tokens) for answer in answers.values()) > 5 * COUNT
+    return answers
