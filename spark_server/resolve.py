@@ -52,8 +52,10 @@ def engine_config(settings: Settings, folder: str) -> tuple[EngineConfig, list[s
         )
     threads = settings.model.threads
     if threads is None:
-        threads = max(1, len(os.sched_getaffinity(0)) - 1)
-        notes.append(f"threads auto is {threads}, one CPU is left to the API and its clients")
+        usable = len(os.sched_getaffinity(0))
+        threads = max(1, usable - 1)
+        left = "the only usable CPU" if usable == 1 else f"of {usable} CPUs one is left to the API"
+        notes.append(f"threads auto is {threads}, {left}")
     prefill = settings.batching.max_prefill_tokens
     config = EngineConfig(
         model_dir=folder,

@@ -62,7 +62,10 @@ def test_auto_threads_leave_one_cpu_to_the_api(
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: usable)
     config, notes = config_of()
     assert config.threads == threads
-    assert notes[-1] == f"threads auto is {threads}, one CPU is left to the API and its clients"
+    left = f"of {len(usable)} CPUs one is left to the API"
+    assert notes[-1] == (
+        f"threads auto is {threads}, {'the only usable CPU' if len(usable) == 1 else left}"
+    )
 
 
 def test_speculation_reaches_the_engine() -> None:
