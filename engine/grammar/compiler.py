@@ -33,12 +33,18 @@ class GrammarCompiler:
             vocab_size=len(vocabulary.pieces),
             stop_token_ids=list(vocabulary.end_ids),
         )
+        self._vocab_size = len(vocabulary.pieces)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def grammar_text(self, schema: str) -> str:
         """The grammar of a JSON schema as text; may take very long or end the process."""
         grammar = self._xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
         return str(grammar).replace(_LOOSE_CHARACTERS, _JSON_CHARACTERS)
+
+    def first_mask(self, compiled: Any) -> None:
+        """Make the mask of an empty output, which for an ambiguous grammar may take very long."""
+        mask = self._xgrammar.allocate_token_bitmask(1, self._vocab_size)
+        self._xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(mask)
 
     def compile(self, grammar_text: str) -> Any:
         """An `xgrammar.CompiledGrammar`; does not hold the interpreter while it works."""

@@ -33,6 +33,7 @@ NICENESS = 5
 READY, TAKEN, REFUSED = b"h", b"g", b"e"
 LENGTH = struct.Struct("<I")
 
+_STDERR = 2  # xgrammar's own warnings go there, whatever Python calls its standard error
 _LOCATION = re.compile(r"^\[[\d:]+\] \S+:\d+: (?:Warning: )?")
 
 
@@ -107,7 +108,7 @@ def _limit() -> None:
 def try_out(compiler: GrammarCompiler, schema: str) -> bytes:
     """The answer to one schema; a warning of xgrammar means that it would not be followed."""
     with tempfile.TemporaryFile() as said:
-        os.dup2(said.fileno(), sys.stderr.fileno())
+        os.dup2(said.fileno(), _STDERR)
         try:
             text = compiler.grammar_text(schema).encode()
             if len(text) > MAX_GRAMMAR_BYTES:

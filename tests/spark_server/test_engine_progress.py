@@ -23,6 +23,8 @@ def test_a_step_with_rows_or_deltas_is_progress_and_an_empty_one_is_not() -> Non
     clock.report(StepReport((), EngineStats(), stepped=True), now=10)
     assert clock.age(10) == 2
     assert clock.silence(10) == 0
+    clock.report(StepReport((), EngineStats(held=1), stepped=False), now=11)
+    assert clock.age(11) == 0, "a grammar is being compiled"
 
 
 @pytest.mark.parametrize(("cpu_share", "stuck"), [(0.0, True), (0.05, True), (0.2, False)])

@@ -315,3 +315,19 @@ def test_forcing_schemas_hold_the_tools() -> None:
     assert schema["maxItems"] == 1
     names = [call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]]
     assert names == ["f", "e"]
+
+
+def test_references_inside_a_tool_follow_it_into_the_list() -> None:
+    parameters = {
+        "type": "object",
+        "$defs": {"S": {"enum": ["a"]}},
+        "properties": {"s": {"$ref": "#/$defs/S"}, "again": {"anyOf": [{"$ref": "#"}]}},
+    }
+    tool = {"type": "function", "function": {"name": "t", "parameters": parameters}}
+    schema = json.loads(required_schema([TOOL, tool], parallel=True))
+    places = [call["properties"]["parameters"]["$ref"] for call in schema["items"]["anyOf"]]
+    assert places == ["#/$defs/0", "#/$defs/1"]
+    moved = schema["$defs"]["1"]
+    assert moved["properties"]["s"] == {"$ref": "#/$defs/1/$defs/S"}
+    assert moved["properties"]["again"] == {"anyOf": [{"$ref": "#/$defs/1"}]}
+    assert moved["$defs"] == parameters["$defs"]

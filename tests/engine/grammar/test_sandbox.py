@@ -8,12 +8,14 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from engine.errors import EngineUnavailableError, RequestError
 from engine.grammar import sandbox
+from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.trial import Sandbox
 
 
@@ -87,6 +89,22 @@ def test_the_end_of_a_child_is_a_refusal(number: int, words: str) -> None:
     answer = sandbox.in_child(die)
     assert answer[:1] == sandbox.REFUSED
     assert words in answer.decode()
+
+
+def test_a_warning_is_a_refusal_and_so_is_a_huge_grammar(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a child, as its standard error is turned away."""
+    assert sandbox.in_child(partial(sandbox.try_out, compiler, "{}"))[:1] == sandbox.TAKEN
+    overlap = json.dumps({"oneOf": [{"type": "integer"}, {"type": "number"}]})
+    answer = sandbox.in_child(partial(sandbox.try_out, compiler, overlap))
+    assert answer[:1] == sandbox.REFUSED
+    assert b"oneOf with overlapping" in answer
+    monkeypatch.setattr(sandbox, "MAX_GRAMMAR_BYTES", 100)
+    answer = sandbox.in_child(partial(sandbox.try_out, compiler, "{}"))
+    assert answer[:1] == sandbox.REFUSED
+    assert b"becomes a grammar of" in answer
+    assert capfd.readouterr().err == ""
 
 
 def test_a_childs_memory_is_limited() -> None:
