@@ -99,6 +99,23 @@ class DraftRows:
 
 
 @dataclass(frozen=True, slots=True)
+class PlainRows:
+    """One final row of each of many sequences that do not speculate; lists of equal length.
+
+    Attributes:
+        slots: state slot of each sequence.
+        positions: of the rows.
+        rows: their indices in the step's `ForwardResult.hidden`.
+        next_tokens: the token after each row.
+    """
+
+    slots: list[int]
+    positions: list[int]
+    rows: list[int]
+    next_tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Proposal:
     """Draft tokens for one sequence with the drafter's log-probability of each."""
 
@@ -135,4 +152,10 @@ class ModelRunner(Protocol):
 
     def draft(self, rows: Sequence[DraftRows], hidden: Tensor) -> list[Proposal]:
         """Take over final rows and propose tokens; one proposal per entry, empty where none."""
+        ...
+
+    def remember(self, rows: PlainRows, hidden: Tensor) -> None:
+        """Take over single final rows without drafting; the same as `draft` with nothing engaged,
+        and cheap enough for every step of a wide batch.
+        """
         ...

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from torch import Tensor
 
 from engine.request import SpeculationStats
-from engine.runner import DraftRows, ModelRunner, RowPhase, Segment, Verified
+from engine.runner import DraftRows, ModelRunner, PlainRows, RowPhase, Segment, Verified
 from engine.scheduler import Scheduler, StepOutcome, StepPlan
 from engine.scheduler.sequence import Sequence
 from engine.speculation.dcut import dcut_drafts
@@ -84,23 +84,33 @@ class Speculator:
         first_rows = accumulate((len(s.token_ids) for s in plan.segments), initial=0)
         rows: list[DraftRows] = []
         owners: list[Sequence] = []
+        plain = PlainRows([], [], [], [])
         parts = zip(plan.sequences, plan.segments, outcome.tokens, first_rows, strict=False)
         for sequence, segment, tokens, first_row in parts:
-            if sequence.slot is None:
+            slot = sequence.slot
+            if slot is None:
                 continue  # it ended in this step
-            drafts = wanted.get(sequence.request_id, 0)
+            engaged = eager and self._gate.covers(slot)
+            if not engaged and segment.phase is RowPhase.DECODE and len(tokens) == 1:
+                plain.slots.append(slot)
+                plain.positions.append(segment.start)
+                plain.rows.append(first_row)
+                plain.next_tokens.append(tokens[0])
+                continue
             rows.append(
                 DraftRows(
-                    slot=sequence.slot,
+                    slot=slot,
                     start=segment.start,
                     first_row=first_row,
                     next_tokens=_next_tokens(segment, tokens),
                     block_table=sequence.block_table,
-                    engaged=eager and self._gate.covers(sequence.slot),
-                    drafts=drafts,
+                    engaged=engaged,
+                    drafts=wanted.get(sequence.request_id, 0) if engaged else 0,
                 )
             )
             owners.append(sequence)
+        if plain.slots:
+            self._runner.remember(plain, hidden)
         if rows:
             self._propose(rows, owners, hidden)
 

@@ -8,23 +8,21 @@ copy of one row, and a gap costs context of the drafter, never correctness.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.model.batching import StepInput, step_input
+from engine.model.batching import Int64, StepInput, step_input
 from engine.model.mtp import MtpHead
 from engine.pools.rollback import RowLayout
 from engine.pools.shapes import LOG_ROWS
-from engine.runner import DraftRows, Proposal, RowPhase, Segment
+from engine.runner import DraftRows, PlainRows, Proposal, RowPhase, Segment
 from kernels.ops import Linear
 
 
-@dataclass(slots=True)
-class _Cursor:
-    """Where the drafter stands in one slot's sequence; all positions, `end` exclusive.
+class _Cursors:
+    """Where the drafter stands in each slot's sequence; positions [slots] int64, `end` exclusive.
 
     Attributes:
         first_key: oldest row of the head's KV that is there.
@@ -33,10 +31,21 @@ class _Cursor:
         end: rows seen so far.
     """
 
-    first_key: int = 0
-    written: int = 0
-    logged: int = 0
-    end: int = 0
+    def __init__(self, slots: int) -> None:
+        self.first_key: Int64 = np.zeros(slots, np.int64)
+        self.written: Int64 = np.zeros(slots, np.int64)
+        self.logged: Int64 = np.zeros(slots, np.int64)
+        self.end: Int64 = np.zeros(slots, np.int64)
+
+    def begin(self, slot: int, position: int) -> None:
+        """Nothing before `position` is known."""
+        for field in (self.first_key, self.written, self.logged, self.end):
+            field[slot] = position
+
+    def move(self, src: int, dst: int) -> None:
+        """The sequence in `src` goes to `dst`."""
+        for field in (self.first_key, self.written, self.logged, self.end):
+            field[dst] = field[src]
 
 
 class Drafter:
@@ -69,48 +78,56 @@ class Drafter:
         slots = log.shape[0]
         self._log_tokens = np.zeros((slots, LOG_ROWS), np.int64)
         self._no_pending = np.zeros(slots, np.int64)
-        self._cursors = [_Cursor() for _ in range(slots)]
+        self._cursors = _Cursors(slots)
 
     def claim(self, slot: int) -> None:
         """A new sequence takes the slot."""
-        self._cursors[slot] = _Cursor()
+        self._cursors.begin(slot, 0)
 
     def move(self, src: int, dst: int) -> None:
         """The sequence in `src` goes to `dst`; its KV pages stay where they are."""
         self.log[dst] = self.log[src]
         self._log_tokens[dst] = self._log_tokens[src]
-        self._cursors[dst] = self._cursors[src]
-        self._cursors[src] = _Cursor()
+        self._cursors.move(src, dst)
 
     def draft(self, rows: Sequence[DraftRows], hidden: Tensor) -> list[Proposal]:
         """Take over final rows, hidden [step rows, H]; see ModelRunner.draft."""
         for entry in rows:
-            cursor = self._cursors[entry.slot]
-            if cursor.end != entry.start:
-                # The sequence resumed elsewhere: what came before is not in this drafter.
-                self._cursors[entry.slot] = _Cursor(*(entry.start,) * 4)
-        self._remember([entry for entry in rows if not entry.engaged], hidden)
+            self._expect(entry.slot, entry.start)
+            if not entry.engaged:
+                self._remember_tail(entry, hidden)
         engaged = [entry for entry in rows if entry.engaged]
         proposals = iter(self._propose(engaged, hidden) if engaged else [])
         return [next(proposals) if entry.engaged else Proposal((), ()) for entry in rows]
 
-    def _remember(self, rows: Sequence[DraftRows], hidden: Tensor) -> None:
-        slots: list[int] = []
-        places: list[int] = []
-        sources: list[int] = []
-        for entry in rows:
-            cursor = self._cursors[entry.slot]
-            count = len(entry.next_tokens)
-            for i in range(max(0, count - LOG_ROWS), count):
-                place = (entry.start + i) % LOG_ROWS
-                slots.append(entry.slot)
-                places.append(place)
-                sources.append(entry.first_row + i)
-                self._log_tokens[entry.slot, place] = entry.next_tokens[i]
-            cursor.end = entry.start + count
-            cursor.logged = max(cursor.logged, cursor.end - LOG_ROWS)
-        if slots:
-            self.log[slots, places] = hidden[sources]
+    def remember(self, rows: PlainRows, hidden: Tensor) -> None:
+        """Take over one final row of each sequence without drafting; hidden [step rows, H]."""
+        cursors, slots = self._cursors, np.array(rows.slots, np.int64)
+        positions = np.array(rows.positions, np.int64)
+        for i in np.flatnonzero(cursors.end[slots] != positions).tolist():
+            cursors.begin(rows.slots[i], rows.positions[i])
+        places = positions % LOG_ROWS
+        self.log[slots, places] = hidden[rows.rows]
+        self._log_tokens[slots, places] = rows.next_tokens
+        cursors.end[slots] = positions + 1
+        cursors.logged[slots] = np.maximum(cursors.logged[slots], positions + 1 - LOG_ROWS)
+
+    def _expect(self, slot: int, position: int) -> None:
+        """The next row of the slot is at `position`; elsewhere than expected, it starts anew."""
+        if self._cursors.end[slot] != position:
+            self._cursors.begin(slot, position)
+
+    def _remember_tail(self, entry: DraftRows, hidden: Tensor) -> None:
+        """Remember the last rows of one sequence, as many as the log has room for."""
+        count = min(len(entry.next_tokens), LOG_ROWS)
+        end = entry.start + len(entry.next_tokens)
+        places = np.arange(end - count, end) % LOG_ROWS
+        last = entry.first_row + len(entry.next_tokens)
+        self.log[entry.slot, places] = hidden[last - count : last]
+        self._log_tokens[entry.slot, places] = entry.next_tokens[-count:]
+        cursors = self._cursors
+        cursors.end[entry.slot] = end
+        cursors.logged[entry.slot] = max(int(cursors.logged[entry.slot]), end - LOG_ROWS)
 
     def _propose(self, rows: Sequence[DraftRows], hidden: Tensor) -> list[Proposal]:
         """One pass over all final rows that the head has not seen, then a row per further draft."""
@@ -132,7 +149,7 @@ class Drafter:
             active = [active[n] for n in keep]
             if active:
                 refed = [
-                    _row(rows[i], self._cursors[rows[i].slot].end + depth - 2, tokens[i][-1])
+                    _row(rows[i], int(self._cursors.end[rows[i].slot]) + depth - 2, tokens[i][-1])
                     for i in active
                 ]
                 last, logits = self._run(refed, last[keep], [rows[i] for i in active])
@@ -142,6 +159,7 @@ class Drafter:
         self, rows: Sequence[DraftRows], hidden: Tensor
     ) -> tuple[list[Segment], Tensor]:
         """Remembered rows and new ones of every sequence, with their hidden states [n, H]."""
+        cursors = self._cursors
         segments: list[Segment] = []
         fresh_at: list[int] = []
         fresh_from: list[int] = []
@@ -149,21 +167,22 @@ class Drafter:
         logged_from: list[int] = []
         total = 0
         for entry in rows:
-            cursor = self._cursors[entry.slot]
-            if cursor.written < cursor.logged:
-                cursor.first_key = cursor.logged
-            begin = max(cursor.written, cursor.logged)
-            places = [p % LOG_ROWS for p in range(begin, cursor.end)]
+            slot, written = entry.slot, int(cursors.written[entry.slot])
+            logged, end = int(cursors.logged[slot]), int(cursors.end[slot])
+            if written < logged:
+                cursors.first_key[slot] = logged
+            begin = max(written, logged)
+            places = [p % LOG_ROWS for p in range(begin, end)]
             logged_at += range(total, total + len(places))
-            logged_from += (entry.slot * LOG_ROWS + place for place in places)
+            logged_from += (slot * LOG_ROWS + place for place in places)
             total += len(places)
             fresh_at += range(total, total + len(entry.next_tokens))
             fresh_from += range(entry.first_row, entry.first_row + len(entry.next_tokens))
             total += len(entry.next_tokens)
-            backlog = tuple(int(t) for t in self._log_tokens[entry.slot, places])
+            backlog = tuple(int(t) for t in self._log_tokens[slot, places])
             segments.append(_segment(entry, begin, backlog + entry.next_tokens))
-            cursor.end = entry.start + len(entry.next_tokens)
-            cursor.written = cursor.logged = cursor.end
+            for field in (cursors.end, cursors.written, cursors.logged):
+                field[slot] = entry.start + len(entry.next_tokens)
         inputs = torch.empty((total, hidden.shape[1]), dtype=self._dtype, device=self.device)
         inputs[fresh_at] = hidden[fresh_from]
         if logged_at:
@@ -175,7 +194,7 @@ class Drafter:
     ) -> tuple[Tensor, Tensor]:
         """(hidden [rows, H] after the head's norm, logits of the wanted rows)."""
         layouts = [RowLayout(len(s.token_ids)) for s in segments]
-        first_key = np.array([self._cursors[e.slot].first_key for e in rows], np.int64)
+        first_key = self._cursors.first_key[[entry.slot for entry in rows]]
         step: StepInput = step_input(
             segments, layouts, self._no_pending, self._dummy_block, self.device, first_key
         )

@@ -17,7 +17,15 @@ from engine.pools.kv import KvPool
 from engine.pools.rollback import Rollback, RowLayout, rollback_of
 from engine.pools.state import SsmStatePool
 from engine.reserve.ssm_reserve import SsmRollbackMode
-from engine.runner import DraftRows, ForwardResult, Proposal, RowPhase, Segment, Verified
+from engine.runner import (
+    DraftRows,
+    ForwardResult,
+    PlainRows,
+    Proposal,
+    RowPhase,
+    Segment,
+    Verified,
+)
 from engine.weights.model_config import ModelConfig
 from kernels.ops import Linear, Ops
 
@@ -135,6 +143,12 @@ class HybridModel:
         assert self.drafter is not None, "speculation is on without a drafter"
         self._use_threads(sum(len(entry.next_tokens) for entry in rows))
         return self.drafter.draft(rows, hidden)
+
+    @torch.inference_mode()
+    def remember(self, rows: PlainRows, hidden: Tensor) -> None:
+        """Take over single final rows without drafting; see ModelRunner.remember."""
+        assert self.drafter is not None, "speculation is on without a drafter"
+        self.drafter.remember(rows, hidden)
 
     @torch.inference_mode()
     def fold(self, slots: Sequence[int]) -> None:

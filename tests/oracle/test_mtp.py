@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.model.batching import step_input
 from engine.model.hybrid import HybridModel
 from engine.pools.rollback import RowLayout
-from engine.runner import DraftRows, RowPhase, Segment
+from engine.runner import DraftRows, PlainRows, RowPhase, Segment
 from tests.oracle.checkpoints import Oracle
 from tests.oracle.ours import segment
 from tests.oracle.test_logits import prompt
@@ -103,8 +103,10 @@ def test_a_pause_costs_context_and_nothing_else(oracle: Oracle, model: HybridMod
     model.draft([rows(0, 0, 30, 0, engaged=True)], hidden)
     want = model.draft([rows(0, 30, 90, 30, engaged=True)], hidden)
     model.draft([rows(1, 0, 30, 0, engaged=True)], hidden)
-    for start in range(30, 80, 10):
+    for start in range(30, 70, 10):
         model.draft([rows(1, start, start + 10, start, engaged=False)], hidden)
+    for position in range(70, 80):
+        model.remember(PlainRows([1], [position], [position], [ids[position + 1]]), hidden)
     assert model.draft([rows(1, 80, 90, 80, engaged=True)], hidden) == want
     model.draft([rows(2, 0, 80, 0, engaged=False)], hidden)
     model.move_slot(2, 1)

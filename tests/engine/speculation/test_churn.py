@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import FinishReason, GenerationRequest
 from engine.reserve.ssm_reserve import SsmRollbackMode
-from engine.runner import DraftRows, ForwardResult, Proposal, Segment, Verified
+from engine.runner import DraftRows, ForwardResult, PlainRows, Proposal, Segment, Verified
 from engine.scheduler import Scheduler
 from engine.speculation.policy import ControllerMode, PolicySettings
 from tests.engine.fake_model import FakeModel, request
@@ -53,6 +53,14 @@ class SpeculatingModel(FakeModel):
             assert 1 <= emitted <= rows
             self.accepted += emitted - 1
 
+    def remember(self, rows: PlainRows, hidden: Tensor) -> None:
+        assert self.scheduler is not None
+        owners = {s.slot: s for s in self.scheduler.holdings.running()}
+        for slot, position, token in zip(rows.slots, rows.positions, rows.next_tokens, strict=True):
+            assert position + 1 == owners[slot].computed
+            assert token == owners[slot].token_at(position + 1)
+            self.uncovered += slot >= self.policy.state_slots(SLOTS)
+
     def draft(self, rows: Sequence[DraftRows], hidden: Tensor) -> list[Proposal]:
         assert self.scheduler is not None
         owners = {s.slot: s for s in self.scheduler.holdings.running()}
@@ -63,7 +71,7 @@ class SpeculatingModel(FakeModel):
             assert entry.start + len(entry.next_tokens) == sequence.computed
             assert entry.next_tokens[-1] == sequence.token_at(sequence.computed)
             assert entry.block_table == sequence.block_table
-            self.uncovered += entry.slot >= self.policy.state_slots(SLOTS)
+            assert not entry.engaged or entry.slot < self.policy.state_slots(SLOTS)
             done = len(sequence.generated)
             right = self.truth[sequence.request_id][done : done + entry.drafts]
             right += [0] * (entry.drafts - len(right))
