@@ -25,12 +25,15 @@ ACTIVATIONS = "activations"
 GDN_SCRATCH = "gdn_scratch"
 HEADROOM = "allocator_headroom"
 BASELINE = "process_baseline"
+GRAMMAR = "grammar"
 
 # Resident memory of a process that imported torch and numba and compiled the kernels: 275 MiB after
 # the imports, the rest is compiled code and thread stacks (x86-64, torch 2.x).
 PROCESS_BASELINE = 350 * 2**20
 # The CUDA context lives on the device, as do cuBLAS workspaces and what fragmentation leaves.
 CUDA_CONTEXT = 600 * 2**20
+# xgrammar in the engine, the process beside it that compiles (173 MiB of its own), 64 MiB of cache.
+GRAMMAR_BYTES = 320 * 2**20
 # malloc keeps freed buffers of this order; the caching allocator rounds to 2 and 20 MiB.
 CPU_HEADROOM = 64 * 2**20
 CUDA_HEADROOM = 512 * 2**20
@@ -113,6 +116,12 @@ def fixed_terms(
             CUDA_CONTEXT if config.device == "cuda" else PROCESS_BASELINE,
             TermKind.ESTIMATE,
             "CUDA context" if config.device == "cuda" else "torch, numba and compiled kernels",
+        ),
+        LedgerTerm(
+            GRAMMAR,
+            0 if config.device == "cuda" else GRAMMAR_BYTES,
+            TermKind.ESTIMATE,
+            "xgrammar, the process that compiles grammars, and their cache",
         ),
     )
 

@@ -52,7 +52,7 @@ def test_a_model_that_does_not_fit_names_the_largest_term_and_a_way_out() -> Non
 
 def test_the_advice_of_a_refusal_is_enough() -> None:
     """The batch size that the refusal names fits; one more does not."""
-    words = (*CPU, "--memory-budget", "700MiB", "--max-seq-len", "2048")
+    words = (*CPU, "--memory-budget", "1020MiB", "--max-seq-len", "2048")
     text, _ = refused(*words, "--max-batch-size", "4096")
     advice = re.search(r"--max-batch-size (\d+) at this length", text)
     assert advice is not None, text
