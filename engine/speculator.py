@@ -6,7 +6,7 @@ The policy is in `engine.speculation`; here it meets the scheduler and the runne
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
 from itertools import accumulate, pairwise
 
@@ -126,10 +126,11 @@ class Speculator:
         if not decodes:
             return
         verifies = [(drafts, accepted) for drafts, accepted in decodes if drafts]
+        for kept in _kept_drafts(plan):
+            self._lengths[kept] += 1
         for drafts, accepted in verifies:
             self._verifies += 1
             self._draft_tokens += drafts
-            self._lengths[accepted] += 1
             flush = self._gate.record(len(decodes), drafts, accepted, now)
             if flush is not None:
                 logger.debug("Accepts at width %d: %s", len(decodes), flush)
@@ -212,6 +213,14 @@ def _room(sequence: Sequence) -> int:
     """
     left = sequence.limit - len(sequence.generated) - 1
     return max(0, min(left, sequence.capacity - sequence.computed + 1))
+
+
+def _kept_drafts(plan: StepPlan) -> Iterator[int]:
+    """Drafts that every verified sequence emitted: fewer than matched when a burst was cut."""
+    for sequence, segment in zip(plan.sequences, plan.segments, strict=True):
+        if segment.phase is RowPhase.DECODE and len(segment.token_ids) > 1:
+            before = segment.start + 1 - len(sequence.prompt)
+            yield max(len(sequence.generated) - before - 1, 0)
 
 
 def _next_tokens(segment: Segment, tokens: Listing[int]) -> tuple[int, ...]:
