@@ -80,7 +80,7 @@ _SYSTEM = [
     "Be brief.",
     "You are a helpful and honest assistant.",
 ]
-_THINKING_SHARE = 0.07
+_THINKING_SHARE = 0.1
 
 
 def documents(seed: int, held_out: bool = False, mix: dict[str, int] = MIX) -> Iterator[Document]:
