@@ -218,17 +218,15 @@ def write_card(folder: Path, numbers: dict[str, Any], training: str) -> None:
     rows = [
         ("held-out loss, nats a token, assistant and raw text", numbers["held_out_loss"]),
         ("held-out loss, nats a token, everything", numbers["held_out_loss_all"]),
-        ("facts right", numbers["right_facts"]),
-        ("sums right", numbers["right_sums"]),
-        ("echoes right", numbers["right_echo"]),
+        ("facts right (seen in training)", numbers["right_facts"]),
+        ("sums right (fresh seed)", numbers["right_sums"]),
+        ("echoes right (fresh seed)", numbers["right_echo"]),
         (
-            "tool calls that parse / are right",
+            "held-out tool calls that parse / are right",
             f"{numbers['tool_call_parses']} / {numbers['tool_call_right']}",
         ),
     ]
-    text = "| measured greedily on held-out text | |\n|---|---|\n" + "".join(
-        f"| {a} | {b} |\n" for a, b in rows
-    )
+    text = "| greedy answers | |\n|---|---|\n" + "".join(f"| {a} | {b} |\n" for a, b in rows)
     text += "\n| drafts accepted | p1 | p2 given 1 | p3 given 2 | p2 | p3 |\n"
     text += "|---|---|---|---|---|---|\n"
     for kind in ("prose", "tools"):

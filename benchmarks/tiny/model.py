@@ -78,7 +78,8 @@ def _ready_to_recall(mixer: modeling_qwen3_5.Qwen3_5GatedDeltaNet) -> None:
     """Start a GDN layer as an associative memory: what followed the last time this token was here.
 
     Queries and keys share their projection; the convolution passes the current token to queries and
-    values and the one before it to keys. From a random start, copying took thousands of steps.
+    values and the one before it to keys. A run from a random start, which also lacked the copying
+    mix of the corpus, copied nothing after 1200 steps; the two were not measured apart.
     """
     size = mixer.key_dim
     mixer.in_proj_qkv.weight[size : 2 * size] = mixer.in_proj_qkv.weight[:size]
