@@ -32,7 +32,9 @@ class Ops:
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
     gdn_mixer: Callable[[Tensor, GdnParams, GdnState, RaggedBatch], Tensor]
-    attention_mixer: Callable[[Tensor, AttentionParams, KvPages, RaggedBatch], Tensor]
+    attention_mixer: Callable[
+        [Tensor, AttentionParams, KvPages, RaggedBatch, Tensor | None], Tensor
+    ]
     moe_mlp: Callable[[Tensor, MoeParams, Callable[[Tensor], Tensor]], Tensor]
     top1: Callable[[Tensor], tuple[Tensor, Tensor]]
     limit_threads: Callable[[int], None]

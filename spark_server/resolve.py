@@ -52,10 +52,8 @@ def engine_config(settings: Settings, folder: str) -> tuple[EngineConfig, list[s
         )
     threads = settings.model.threads
     if threads is None:
-        usable = len(os.sched_getaffinity(0))
-        threads = max(1, usable - 1)
-        left = "the only usable CPU" if usable == 1 else f"of {usable} CPUs one is left to the API"
-        notes.append(f"threads auto is {threads}, {left}")
+        threads = len(os.sched_getaffinity(0))
+        notes.append(f"threads auto is {threads}, the CPUs that this process may use")
     prefill = settings.batching.max_prefill_tokens
     config = EngineConfig(
         model_dir=folder,

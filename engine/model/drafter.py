@@ -8,6 +8,7 @@ copy of one row, and a gap costs context of the drafter, never correctness.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -132,13 +133,11 @@ class Drafter:
     def _propose(self, rows: Sequence[DraftRows], hidden: Tensor) -> list[Proposal]:
         """One pass over all final rows that the head has not seen, then a row per further draft."""
         segments, inputs = self._first_pass(rows, hidden)
-        state, logits = self._run(segments, inputs, rows)
-        ends = np.cumsum([len(s.token_ids) for s in segments]) - 1
+        state, logits = self._run(self._step(segments, rows), inputs)
         tokens: list[list[int]] = [[] for _ in rows]
         logprobs: list[list[float]] = [[] for _ in rows]
         active = [i for i, entry in enumerate(rows) if entry.drafts]
-        last = state[ends[active]] if active else state[:0]
-        depth = 1
+        depth, step = 1, None
         while active:
             best, chosen = self._top1(logits)
             for i, token, logprob in zip(active, best.tolist(), chosen.tolist(), strict=True):
@@ -146,13 +145,13 @@ class Drafter:
                 logprobs[i].append(logprob)
             depth += 1
             keep = [n for n, i in enumerate(active) if rows[i].drafts >= depth]
-            active = [active[n] for n in keep]
+            if len(keep) < len(active):
+                active, state, best = [active[n] for n in keep], state[keep], best[keep]
+                step = None
             if active:
-                refed = [
-                    _row(rows[i], int(self._cursors.end[rows[i].slot]) + depth - 2, tokens[i][-1])
-                    for i in active
-                ]
-                last, logits = self._run(refed, last[keep], [rows[i] for i in active])
+                # The next first pass writes over the keys and values of re-fed rows.
+                step = self._refed([rows[i] for i in active], best, step)
+                state, logits = self._run(step, state)
         return [Proposal(tuple(t), tuple(p)) for t, p in zip(tokens, logprobs, strict=True)]
 
     def _first_pass(
@@ -189,18 +188,30 @@ class Drafter:
             inputs[logged_at] = self.log.view(-1, hidden.shape[1])[logged_from]
         return segments, inputs
 
-    def _run(
-        self, segments: Sequence[Segment], inputs: Tensor, rows: Sequence[DraftRows]
-    ) -> tuple[Tensor, Tensor]:
-        """(hidden [rows, H] after the head's norm, logits of the wanted rows)."""
+    def _step(self, segments: Sequence[Segment], rows: Sequence[DraftRows]) -> StepInput:
         layouts = [RowLayout(len(s.token_ids)) for s in segments]
         first_key = self._cursors.first_key[[entry.slot for entry in rows]]
-        step: StepInput = step_input(
+        return step_input(
             segments, layouts, self._no_pending, self._dummy_block, self.device, first_key
         )
-        out = self._head(self._embed[step.token_ids].to(self._dtype), inputs, step.batch)
-        wanted = step.logit_rows
-        return out, self._lm_head(out[wanted]).float() if len(wanted) else out[:0]
+
+    def _refed(
+        self, rows: Sequence[DraftRows], tokens: Tensor, before: StepInput | None
+    ) -> StepInput:
+        """One row of each sequence behind its last; `before` is the pass of the same sequences."""
+        if before is not None:
+            batch = before.batch
+            batch = replace(batch, positions=batch.positions + 1, starts=batch.starts + 1)
+            return replace(before, token_ids=tokens, batch=batch)
+        ends = self._cursors.end[[entry.slot for entry in rows]].tolist()
+        segments = [_segment(e, end, (0,)) for e, end in zip(rows, ends, strict=True)]
+        return replace(self._step(segments, rows), token_ids=tokens)
+
+    def _run(self, step: StepInput, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """(hidden [n, H] after the head's norm, logits [n, V]) of the wanted rows."""
+        embedded = self._embed[step.token_ids].to(self._dtype)
+        out = self._head(embedded, inputs, step.batch, step.logit_rows)
+        return out, self._lm_head(out).float() if len(out) else out
 
 
 def _segment(entry: DraftRows, start: int, tokens: tuple[int, ...]) -> Segment:
@@ -213,8 +224,3 @@ def _segment(entry: DraftRows, start: int, tokens: tuple[int, ...]) -> Segment:
         block_table=entry.block_table,
         logit_rows=1 if entry.drafts else 0,
     )
-
-
-def _row(entry: DraftRows, position: int, token: int) -> Segment:
-    """A re-fed row; the next first pass writes over it."""
-    return _segment(entry, position, (token,))

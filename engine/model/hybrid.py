@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,7 @@ from engine.model.batching import StepInput, is_verify, step_input
 from engine.model.drafter import Drafter
 from engine.model.layers import GdnMixer, Layer
 from engine.model.mtp import MtpHead
+from engine.model.threads import ThreadChooser
 from engine.pools.allocate import Pools
 from engine.pools.kv import KvPool
 from engine.pools.rollback import Rollback, RowLayout, rollback_of
@@ -28,10 +31,6 @@ from engine.runner import (
 )
 from engine.weights.model_config import ModelConfig
 from kernels.ops import Linear, Ops
-
-# Below this many rows a second thread costs more than it brings (GEMM of 4.5 M parameters,
-# microseconds at 1 / 2 threads: 1 row 887 / 1631, 8 rows 2127 / 2263, 32 rows 5794 / 3301).
-ROWS_FOR_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class HybridModel:
         pools: recurrent state by slot, pages of the attention layers, the drafter's log.
         ops: the chosen operators.
         dtype: of the activations.
-        threads: CPU threads for wide steps; narrow ones use one.
+        threads: CPU threads that a pass may use; see ThreadChooser.
         rollback: what becomes of rejected rows.
     """
 
@@ -86,7 +85,7 @@ class HybridModel:
             )
         self._ops = ops
         self._dtype = dtype
-        self._threads = threads
+        self._threads = ThreadChooser(threads)
 
     @property
     def state_bytes(self) -> int:
@@ -116,10 +115,11 @@ class HybridModel:
         if verified:
             self.rollback.before(verified)
         step = step_input(segments, layouts, self.states.pending, self.kv.dummy_block, self.device)
-        self._use_threads(step.token_ids.shape[0])
+        prefills = any(segment.phase is RowPhase.PREFILL for segment in segments)
         try:
-            hidden = self._trunk(step)
-            logits = self.network.lm_head(hidden[step.logit_rows])
+            with self._timed_threads("prefill" if prefills else "decode", len(step.token_ids)):
+                hidden = self._trunk(step)
+                logits = self.network.lm_head(hidden[step.logit_rows])
         except Exception:
             if verified:
                 self.rollback.undo(verified)
@@ -141,8 +141,8 @@ class HybridModel:
     def draft(self, rows: Sequence[DraftRows], hidden: Tensor) -> list[Proposal]:
         """Take over final rows and propose tokens; see ModelRunner.draft."""
         assert self.drafter is not None, "speculation is on without a drafter"
-        self._use_threads(sum(len(entry.next_tokens) for entry in rows))
-        return self.drafter.draft(rows, hidden)
+        with self._timed_threads("draft", sum(len(entry.next_tokens) for entry in rows)):
+            return self.drafter.draft(rows, hidden)
 
     @torch.inference_mode()
     def remember(self, rows: PlainRows, hidden: Tensor) -> None:
@@ -188,14 +188,19 @@ class HybridModel:
             delta = layer(residual, delta, step.batch)
         return self._ops.add_rms_norm(residual, delta, self.network.norm, self.config.rms_norm_eps)
 
-    def _use_threads(self, rows: int) -> None:
-        """Set the threads of the coming kernels; every step, not only when the number changes.
+    @contextmanager
+    def _timed_threads(self, kind: str, rows: int) -> Iterator[None]:
+        """Run a pass on as many threads as suit it, and learn from its time.
 
-        numba's first parallel launch sets OpenMP back to all cores, torch's threads with it: beside
-        a busy process a decode step then took 130 ms instead of 2. Setting costs 0.3 us.
+        Threads are set every time, not only when the number changes: numba's first parallel launch
+        sets OpenMP back to all cores, torch's threads with it. Setting costs 0.3 us.
         """
         if self.device.type != "cpu":
+            yield
             return
-        threads = self._threads if rows >= ROWS_FOR_THREADS else 1
+        threads = self._threads.choose(kind, rows)
         self._ops.limit_threads(threads)
         torch.set_num_threads(threads)
+        start = time.perf_counter()
+        yield
+        self._threads.observe(kind, rows, threads, time.perf_counter() - start)

@@ -56,10 +56,10 @@ class AttentionMixer:
     pages: KvPages
     ops: Ops
 
-    def __call__(self, x: Tensor, batch: RaggedBatch) -> Tensor:
-        """Mix rows x [R, H]; writes their keys and values."""
-        mixed = self.ops.attention_mixer(self.qkv_proj(x), self.params, self.pages, batch)
-        return self.o_proj(mixed)
+    def __call__(self, x: Tensor, batch: RaggedBatch, wanted: Tensor | None = None) -> Tensor:
+        """Mix rows x [R, H]; writes their keys and values. With `wanted`, these rows only."""
+        qkv = self.qkv_proj(x)
+        return self.o_proj(self.ops.attention_mixer(qkv, self.params, self.pages, batch, wanted))
 
 
 Mixer = GdnMixer | AttentionMixer

@@ -7,7 +7,14 @@ from pathlib import Path
 from torch import Tensor
 
 from engine.model.hybrid import Network
-from engine.model.layers import Layer, attention_mixer, gdn_mixer, layer, rotary_tables
+from engine.model.layers import (
+    AttentionMixer,
+    Layer,
+    attention_mixer,
+    gdn_mixer,
+    layer,
+    rotary_tables,
+)
 from engine.model.mtp import MtpHead
 from engine.pools.allocate import Pools
 from engine.weights.layout import AttentionWeights, LayerWeights
@@ -55,11 +62,14 @@ def load_network(
         drafter = checkpoint.mtp()
         mtp: MtpHead | None = None
         if drafter is not None and with_mtp:
+            inner = build(drafter.layer)
+            assert isinstance(inner.mixer, AttentionMixer)
             mtp = MtpHead(
                 fc=ops.pack_linear(drafter.fc),
                 norm_embedding=drafter.norm_embedding,
                 norm_hidden=drafter.norm_hidden,
-                layer=build(drafter.layer),
+                mixer=inner.mixer,
+                layer=inner,
                 norm=drafter.norm,
                 ops=ops,
             )

@@ -11,28 +11,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.model.layers import Layer
+from engine.model.layers import AttentionMixer, Layer
 from kernels.batch import RaggedBatch
 from kernels.ops import Linear, Ops
 
 
 @dataclass(frozen=True, slots=True)
 class MtpHead:
-    """fc [2 H -> H] over (embedding, hidden), a decoder layer with its own KV pages, and a norm."""
+    """fc [2 H -> H] over (embedding, hidden), a decoder layer with its own KV pages, and a norm.
+
+    The layer is held in parts, since a row that proposes nothing needs its keys and values only.
+    """
 
     fc: Linear
     norm_embedding: Tensor
     norm_hidden: Tensor
+    mixer: AttentionMixer
     layer: Layer
     norm: Tensor
     ops: Ops
 
-    def __call__(self, embedding: Tensor, hidden: Tensor, batch: RaggedBatch) -> Tensor:
-        """embedding [R, H] of the next tokens, hidden [R, H] -> [R, H] after the head's norm.
+    def __call__(
+        self, embedding: Tensor, hidden: Tensor, batch: RaggedBatch, wanted: Tensor
+    ) -> Tensor:
+        """embedding [R, H] of the next tokens, hidden [R, H] -> [n, H] after the head's norm.
 
-        The result goes to the target's lm_head, and is the hidden input of the re-fed row.
+        All rows leave keys and values; `wanted` [n] int64 says which give a result. It goes to the
+        target's lm_head, and is the hidden input of the re-fed row.
         """
-        eps = self.layer.eps
+        eps, layer = self.layer.eps, self.layer
         normed = self.ops.add_rms_norm
         rows = torch.cat(
             (
@@ -42,5 +49,7 @@ class MtpHead:
             dim=-1,
         )
         residual = self.fc(rows)
-        delta = self.layer(residual, None, batch)
+        mixed = self.mixer(normed(residual, None, layer.input_norm, eps), batch, wanted)
+        residual = residual[wanted]
+        delta = layer.mlp(normed(residual, mixed, layer.post_norm, eps))
         return normed(residual, delta, self.norm, eps)

@@ -147,24 +147,40 @@ def _attend(
 
 
 def attention_mixer(
-    qkv: Tensor, params: AttentionParams, pages: KvPages, batch: RaggedBatch
+    qkv: Tensor,
+    params: AttentionParams,
+    pages: KvPages,
+    batch: RaggedBatch,
+    wanted: Tensor | None = None,
 ) -> Tensor:
-    """As naive.attention_mixer, float32."""
-    out = qkv.new_empty(qkv.shape[0], params.heads * params.head_dim)
-    rows = qkv.numpy()
+    """As naive.attention_mixer, float32; rows that are not wanted only leave keys and values."""
+    positions, owners = batch.positions, batch.row_segment
     cos, sin, eps = params.cos.numpy(), params.sin.numpy(), np.float32(params.eps)
-    positions, segments = batch.positions.numpy(), batch.row_segment.numpy()
     tables = batch.block_tables.numpy()
     k, v = pages.k.numpy(), pages.v.numpy()
-    _write_kv(rows, params.k_norm.numpy(), cos, sin, eps, positions, segments, tables, k, v)
+    _write_kv(
+        qkv.numpy(),
+        params.k_norm.numpy(),
+        cos,
+        sin,
+        eps,
+        positions.numpy(),
+        owners.numpy(),
+        tables,
+        k,
+        v,
+    )
+    if wanted is not None:
+        qkv, positions, owners = qkv[wanted], positions[wanted], owners[wanted]
+    out = qkv.new_empty(qkv.shape[0], params.heads * params.head_dim)
     _attend(
-        rows,
+        qkv.numpy(),
         params.q_norm.numpy(),
         cos,
         sin,
         eps,
-        positions,
-        segments,
+        positions.numpy(),
+        owners.numpy(),
         tables,
         batch.first_key.numpy(),
         k,

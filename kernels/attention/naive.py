@@ -22,12 +22,16 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attention_mixer(
-    qkv: Tensor, params: AttentionParams, pages: KvPages, batch: RaggedBatch
+    qkv: Tensor,
+    params: AttentionParams,
+    pages: KvPages,
+    batch: RaggedBatch,
+    wanted: Tensor | None = None,
 ) -> Tensor:
     """qkv [R, 2 nH hd + 2 nKV hd], columns [q | gate | k | v] -> [R, nH hd], gated.
 
     Writes k and v of every row into its sequence's pages; a row sees itself and all before it,
-    back to `first_key`.
+    back to `first_key`. With `wanted` [n] int64 the result has these rows only.
     """
     heads, kv_heads, width = params.heads, params.kv_heads, params.head_dim
     sizes = (heads * width, heads * width, kv_heads * width, kv_heads * width)
@@ -62,4 +66,4 @@ def attention_mixer(
         weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
         mixed = (weights @ values).transpose(0, 1).flatten(1)
         out[rows] = (mixed * torch.sigmoid(gate[rows])).to(qkv.dtype)
-    return out
+    return out if wanted is None else out[wanted]

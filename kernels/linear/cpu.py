@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 _FP16_MAX = 65504.0
+# The overloads themselves: through the packet every call costs 5 us more.
+_linear_fp16 = torch.ops.quantized.linear_dynamic_fp16.default
+_linear_float32 = torch.ops.mkldnn._linear_pointwise.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,8 @@ class Fp16Linear:
             x = x * self.unscale
         if self.pad and rows % 6 in (1, 2):
             padded = torch.nn.functional.pad(x, (0, 0, 0, 3 - rows % 6))
-            return torch.ops.quantized.linear_dynamic_fp16(padded, self.packed)[:rows]  # type: ignore[no-any-return]
-        return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)  # type: ignore[no-any-return]
+            return _linear_fp16(padded, self.packed)[:rows]  # type: ignore[no-any-return]
+        return _linear_fp16(x, self.packed)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class Float32Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] float32 -> [M, N] float32."""
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")  # type: ignore[no-any-return]
+        return _linear_float32(x, self.packed, None, "none", [], "")  # type: ignore[no-any-return]
 
 
 def exact_in_fp16(weight: Tensor) -> bool:

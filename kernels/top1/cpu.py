@@ -17,14 +17,22 @@ def _top1(logits: Any, ids: Any, logprobs: Any) -> None:
     rows, width = logits.shape
     for r in prange(rows):
         row = logits[r]
+        whole = (width // LANES) * LANES
+        lanes = np.full(LANES, np.float32(-np.inf))
+        for base in range(0, whole, LANES):
+            for lane in range(LANES):
+                x = row[base + lane]
+                lanes[lane] = x if x > lanes[lane] else lanes[lane]
         best = np.float32(-np.inf)
-        for i in range(width):
+        for lane in range(LANES):
+            best = max(best, lanes[lane])
+        for i in range(whole, width):
             best = max(best, row[i])
         place = 0
         while place < width - 1 and row[place] != best:
             place += 1
-        lanes = np.zeros(LANES, np.float32)
-        whole = (width // LANES) * LANES
+        for lane in range(LANES):
+            lanes[lane] = np.float32(0.0)
         for base in range(0, whole, LANES):
             for lane in range(LANES):
                 lanes[lane] += exp32(row[base + lane] - best)

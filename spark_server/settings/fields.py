@@ -79,11 +79,11 @@ class ModelSettings(SettingsGroup):
     threads: Annotated[
         AutoInt,
         Knob(
-            "CPU threads that the engine may use at most",
+            "CPU threads that a pass may use, where they make it faster than one does",
             ("--threads",),
             ("SPARK_THREADS",),
             "N",
-            auto="the CPUs that this process may use less one, left to the API and its clients",
+            auto="the CPUs that this process may use",
         ),
     ] = Field(default=None, ge=1, le=1024)
 

@@ -77,14 +77,15 @@ def test_drafts(oracle: Oracle, model: HybridModel) -> None:
 
 @torch.inference_mode()
 def head(model: HybridModel, rows: Segment, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """The MTP head alone: its hidden rows and the logits of the wanted ones."""
+    """The MTP head alone: hidden states and logits of the wanted rows."""
     layouts = [RowLayout(len(rows.token_ids))]
     pending = model.states.pending * 0
     step = step_input([rows], layouts, pending, model.kv.dummy_block, model.device)
     network = model.network
     assert network.mtp is not None
-    out = network.mtp(network.embed[step.token_ids].float(), hidden, step.batch)
-    return out, network.lm_head(out[step.logit_rows])
+    embedded = network.embed[step.token_ids].float()
+    out = network.mtp(embedded, hidden, step.batch, step.logit_rows)
+    return out, network.lm_head(out)
 
 
 def test_a_pause_costs_context_and_nothing_else(oracle: Oracle, model: HybridModel) -> None:
