@@ -80,7 +80,8 @@ def make_requests(count: int, seed: int = 0) -> list[GenerationRequest]:
     """Greedy and sampled requests, prompts that the model goes on with and prompts of noise.
 
     Some end at the context's end, some at an end id or a stop id inside a burst, some have
-    penalties; the first sixteen are short, so that later ones are left on high slots.
+    penalties. The first sixteen are short and those from number 32 on are long, so that the latter
+    are left alone on high slots.
     """
     text = load_text_model(model_folder())
     rng = random.Random(seed)
@@ -99,8 +100,8 @@ def make_requests(count: int, seed: int = 0) -> list[GenerationRequest]:
             temperature=0.8 if i % 2 else 0.0,
             top_p=0.95 if i % 4 == 3 else 1.0,
             seed=1000 + i,
-            ignore_eos=i % 3 == 0,
-            stop_token_ids=(198,) if i % 7 == 5 else (),
+            ignore_eos=i % 3 == 0 or i >= 32,
+            stop_token_ids=(198,) if i % 7 == 5 and i < 32 else (),
             frequency_penalty=0.5 if i % 6 == 2 else 0.0,
             min_tokens=3 if i % 4 == 1 else 0,
         )
