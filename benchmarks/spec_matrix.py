@@ -120,6 +120,8 @@ def make_core(cell: Cell | None, batch: int) -> EngineCore:
         str(model_folder()),
         max_batch_size=batch,
         max_seq_len=MAX_SEQ_LEN,
+        # Forty prompts start in one step, so that they take forty slots.
+        max_prefill_tokens=8192,
         memory_budget=4 << 30,
         threads=1,
         slot_compaction=cell is None or cell.compaction,
