@@ -11,6 +11,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from torch import Tensor
 
 # workqueue costs twice as much beside torch's own threads; libgomp is there wherever torch is.
 numba.config.THREADING_LAYER = "omp"
@@ -24,6 +25,18 @@ def parallel_kernel(function: Callable[..., None]) -> Callable[..., None]:
     """Compile a kernel whose `prange` loops run on numba's threads; cached on disk."""
     compiled: Callable[..., None] = numba.njit(parallel=True, **_OPTIONS)(function)
     return compiled
+
+
+def host(tensor: Tensor) -> Any:
+    """The numpy view of a tensor that lives on (parameters, pools), made once and kept with it.
+
+    A call takes 0.1 us where Tensor.numpy takes 0.5, and a narrow step makes a hundred of them.
+    """
+    kept = tensor.__dict__
+    array = kept.get("_host_view")
+    if array is None:
+        array = kept["_host_view"] = tensor.numpy()
+    return array
 
 
 inline = numba.njit(error_model="numpy", fastmath={"contract"})

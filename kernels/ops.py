@@ -23,13 +23,14 @@ class Ops:
     Attributes:
         name: which one, for the log and `spark doctor`.
         pack_linear: weight [N, K] -> callable [M, K] -> [M, N] with `nbytes` and `form`.
-        add_rms_norm, silu_mul, gdn_mixer, attention_mixer, moe_mlp, top1: see their naive.py.
+        add_rms_norm, join_norms, silu_mul, gdn_mixer, attention_mixer, moe_mlp, top1: see naive.py.
         limit_threads: how many threads the numba kernels may use from now on.
     """
 
     name: str
     pack_linear: Callable[[Tensor], Linear]
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
+    join_norms: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
     gdn_mixer: Callable[[Tensor, GdnParams, GdnState, RaggedBatch], Tensor]
     attention_mixer: Callable[
@@ -46,7 +47,7 @@ def naive_ops(dtype: torch.dtype) -> Ops:
     from kernels.gdn.naive import gdn_mixer
     from kernels.linear.naive import pack
     from kernels.moe.naive import moe_mlp
-    from kernels.rms_norm.naive import add_rms_norm
+    from kernels.rms_norm.naive import add_rms_norm, join_norms
     from kernels.silu_mul.naive import silu_mul
     from kernels.top1.naive import top1
 
@@ -54,6 +55,7 @@ def naive_ops(dtype: torch.dtype) -> Ops:
         name="naive",
         pack_linear=lambda weight: pack(weight, dtype),
         add_rms_norm=add_rms_norm,
+        join_norms=join_norms,
         silu_mul=silu_mul,
         gdn_mixer=gdn_mixer,
         attention_mixer=attention_mixer,
@@ -71,7 +73,7 @@ def cpu_ops() -> Ops:
     from kernels.gdn.cpu import gdn_mixer
     from kernels.linear.cpu import fp16_rows_vary, pack
     from kernels.moe.cpu import moe_mlp
-    from kernels.rms_norm.cpu import add_rms_norm
+    from kernels.rms_norm.cpu import add_rms_norm, join_norms
     from kernels.silu_mul.cpu import silu_mul
     from kernels.top1.cpu import top1
 
@@ -81,6 +83,7 @@ def cpu_ops() -> Ops:
         name="cpu",
         pack_linear=lambda weight: pack(weight, pad),
         add_rms_norm=add_rms_norm,
+        join_norms=join_norms,
         silu_mul=silu_mul,
         gdn_mixer=gdn_mixer,
         attention_mixer=attention_mixer,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from engine.model.layers import AttentionMixer, Layer
@@ -41,14 +40,9 @@ class MtpHead:
         """
         eps, layer = self.layer.eps, self.layer
         normed = self.ops.add_rms_norm
-        rows = torch.cat(
-            (
-                normed(embedding, None, self.norm_embedding, eps),
-                normed(hidden, None, self.norm_hidden, eps),
-            ),
-            dim=-1,
+        residual = self.fc(
+            self.ops.join_norms(embedding, self.norm_embedding, hidden, self.norm_hidden, eps)
         )
-        residual = self.fc(rows)
         mixed = self.mixer(normed(residual, None, layer.input_norm, eps), batch, wanted)
         residual = residual[wanted]
         delta = layer.mlp(normed(residual, mixed, layer.post_norm, eps))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.attention.types import AttentionParams, KvPages
 from kernels.batch import RaggedBatch
-from kernels.jit import exp32, inline, parallel_kernel, sigmoid32, sum_of_squares
+from kernels.jit import exp32, host, inline, parallel_kernel, sigmoid32, sum_of_squares
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -155,12 +155,12 @@ def attention_mixer(
 ) -> Tensor:
     """As naive.attention_mixer, float32; rows that are not wanted only leave keys and values."""
     positions, owners = batch.positions, batch.row_segment
-    cos, sin, eps = params.cos.numpy(), params.sin.numpy(), np.float32(params.eps)
+    cos, sin, eps = host(params.cos), host(params.sin), np.float32(params.eps)
     tables = batch.block_tables.numpy()
-    k, v = pages.k.numpy(), pages.v.numpy()
+    k, v = host(pages.k), host(pages.v)
     _write_kv(
         qkv.numpy(),
-        params.k_norm.numpy(),
+        host(params.k_norm),
         cos,
         sin,
         eps,
@@ -175,7 +175,7 @@ def attention_mixer(
     out = qkv.new_empty(qkv.shape[0], params.heads * params.head_dim)
     _attend(
         qkv.numpy(),
-        params.q_norm.numpy(),
+        host(params.q_norm),
         cos,
         sin,
         eps,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.batch import RaggedBatch
 from kernels.gdn.types import GdnParams, GdnState
-from kernels.jit import exp32, inline, parallel_kernel, sigmoid32, sum_of_squares
+from kernels.jit import exp32, host, inline, parallel_kernel, sigmoid32, sum_of_squares
 
 _ONE = np.float32(1.0)
 _EPS_L2 = np.float32(1e-6)
@@ -234,10 +234,10 @@ def gdn_mixer(proj: Tensor, params: GdnParams, state: GdnState, batch: RaggedBat
     out = proj.new_empty(proj.shape[0], params.value_dim)
     _mixer(
         proj.numpy(),
-        params.conv.numpy(),
-        params.decay.numpy(),
-        params.dt_bias.numpy(),
-        params.norm.numpy(),
+        host(params.conv),
+        host(params.decay),
+        host(params.dt_bias),
+        host(params.norm),
         np.float32(params.eps),
         params.key_heads,
         batch.row_start.numpy(),
@@ -248,12 +248,12 @@ def gdn_mixer(proj: Tensor, params: GdnParams, state: GdnState, batch: RaggedBat
         batch.ring_first.numpy(),
         batch.ring_rows.numpy(),
         batch.snapshots.numpy(),
-        state.h.numpy(),
-        state.conv.numpy(),
-        state.ring_inputs.numpy(),
-        state.ring_gates.numpy(),
-        state.snapshot_h.numpy(),
-        state.snapshot_conv.numpy(),
+        host(state.h),
+        host(state.conv),
+        host(state.ring_inputs),
+        host(state.ring_gates),
+        host(state.snapshot_h),
+        host(state.snapshot_conv),
         out.numpy(),
     )
     return out

@@ -18,3 +18,10 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, scale: Tensor, eps: flo
     if delta is not None:
         residual += delta
     return rms_norm(residual, scale, eps)
+
+
+def join_norms(
+    left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, eps: float
+) -> Tensor:
+    """left, right [R, H] -> [R, 2 H]: each normed with its own scale, side by side."""
+    return torch.cat((rms_norm(left, left_scale, eps), rms_norm(right, right_scale, eps)), dim=-1)

@@ -76,6 +76,12 @@ def test_add_rms_norm(width: int, with_delta: bool) -> None:
     assert torch.equal(other, residual)
 
 
+def test_join_norms() -> None:
+    args = (random(5, 48), 1 + random(48, seed=1) * 0.1, random(5, 48, seed=2), random(48, seed=3))
+    got, want = norm_cpu.join_norms(*args, 1e-6), norm_naive.join_norms(*args, 1e-6)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
+
+
 def test_silu_mul() -> None:
     gate_up = torch.cat((random(7, 96) * 10, torch.tensor([[-200.0] * 48 + [200.0] * 48])))
     torch.testing.assert_close(
