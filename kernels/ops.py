@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.attention.types import AttentionParams, KvPages
 from kernels.batch import RaggedBatch
+from kernels.draft_chain.types import ChainStart, ChainWeights
 from kernels.gdn.types import GdnParams, GdnState
 from kernels.moe.naive import MoeParams
 
@@ -24,6 +25,7 @@ class Ops:
         name: which one, for the log and `spark doctor`.
         pack_linear: weight [N, K] -> callable [M, K] -> [M, N] with `nbytes` and `form`.
         add_rms_norm, join_norms, silu_mul, gdn_mixer, attention_mixer, moe_mlp, top1: see naive.py.
+        draft_chain: see its naive.py; None where rows are better run one pass at a time.
         limit_threads: how many threads the numba kernels may use from now on.
     """
 
@@ -38,6 +40,7 @@ class Ops:
     ]
     moe_mlp: Callable[[Tensor, MoeParams, Callable[[Tensor], Tensor]], Tensor]
     top1: Callable[[Tensor], tuple[Tensor, Tensor]]
+    draft_chain: Callable[[ChainWeights, ChainStart, int], tuple[Tensor, Tensor]] | None
     limit_threads: Callable[[int], None]
 
 
@@ -61,6 +64,7 @@ def naive_ops(dtype: torch.dtype) -> Ops:
         attention_mixer=attention_mixer,
         moe_mlp=moe_mlp,
         top1=top1,
+        draft_chain=None,
         limit_threads=lambda threads: None,
     )
 
@@ -70,6 +74,7 @@ def cpu_ops() -> Ops:
     import numba
 
     from kernels.attention.cpu import attention_mixer
+    from kernels.draft_chain.cpu import draft_chain
     from kernels.gdn.cpu import gdn_mixer
     from kernels.linear.cpu import fp16_rows_vary, pack
     from kernels.moe.cpu import moe_mlp
@@ -89,5 +94,6 @@ def cpu_ops() -> Ops:
         attention_mixer=attention_mixer,
         moe_mlp=moe_mlp,
         top1=top1,
+        draft_chain=draft_chain,
         limit_threads=lambda threads: numba.set_num_threads(min(threads, most)),
     )

@@ -19,7 +19,11 @@ from engine.model.mtp import MtpHead
 from engine.pools.rollback import RowLayout
 from engine.pools.shapes import LOG_ROWS
 from engine.runner import DraftRows, PlainRows, Proposal, RowPhase, Segment
+from kernels.draft_chain.types import ChainStart
 from kernels.ops import Linear
+
+# Above this many rows, packed products over all of them beat one row after the other.
+CHAIN_ROWS = 4
 
 
 class _Cursors:
@@ -72,6 +76,8 @@ class Drafter:
         self._embed = embed
         self._lm_head = lm_head
         self._top1 = head.ops.top1
+        self._chain = head.chain
+        self._draft_chain = head.ops.draft_chain
         self._dummy_block = dummy_block
         self.device = embed.device
         self.log = log
@@ -133,10 +139,13 @@ class Drafter:
     def _propose(self, rows: Sequence[DraftRows], hidden: Tensor) -> list[Proposal]:
         """One pass over all final rows that the head has not seen, then a row per further draft."""
         segments, inputs = self._first_pass(rows, hidden)
-        state, logits = self._run(self._step(segments, rows), inputs)
+        first = self._step(segments, rows)
+        state, logits = self._run(first, inputs)
         tokens: list[list[int]] = [[] for _ in rows]
         logprobs: list[list[float]] = [[] for _ in rows]
         active = [i for i, entry in enumerate(rows) if entry.drafts]
+        if self._chain is not None and active and _uniform(rows):
+            return self._chained(rows, first, state, logits)
         depth, step = 1, None
         while active:
             best, chosen = self._top1(logits)
@@ -153,6 +162,20 @@ class Drafter:
                 step = self._refed([rows[i] for i in active], best, step)
                 state, logits = self._run(step, state)
         return [Proposal(tuple(t), tuple(p)) for t, p in zip(tokens, logprobs, strict=True)]
+
+    def _chained(
+        self, rows: Sequence[DraftRows], first: StepInput, state: Tensor, logits: Tensor
+    ) -> list[Proposal]:
+        """All further drafts of a few sequences in one call."""
+        assert self._chain is not None
+        assert self._draft_chain is not None
+        ids, logprobs = self._top1(logits)
+        ends = torch.from_numpy(self._cursors.end[[entry.slot for entry in rows]])
+        start = ChainStart(ids, state, ends, first.batch.block_tables, first.batch.first_key)
+        more, more_logprobs = self._draft_chain(self._chain, start, rows[0].drafts - 1)
+        tokens = torch.cat((ids[None], more)).T.tolist()
+        chances = torch.cat((logprobs[None], more_logprobs)).T.tolist()
+        return [Proposal(tuple(t), tuple(p)) for t, p in zip(tokens, chances, strict=True)]
 
     def _first_pass(
         self, rows: Sequence[DraftRows], hidden: Tensor
@@ -212,6 +235,12 @@ class Drafter:
         embedded = self._embed[step.token_ids].to(self._dtype)
         out = self._head(embedded, inputs, step.batch, step.logit_rows)
         return out, self._lm_head(out).float() if len(out) else out
+
+
+def _uniform(rows: Sequence[DraftRows]) -> bool:
+    """Whether these are so few sequences, all equally deep, that a chain pays."""
+    depth = rows[0].drafts
+    return len(rows) <= CHAIN_ROWS and depth > 1 and all(e.drafts == depth for e in rows)
 
 
 def _segment(entry: DraftRows, start: int, tokens: tuple[int, ...]) -> Segment:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from engine.model.hybrid import Network
@@ -17,10 +18,19 @@ from engine.model.layers import (
 )
 from engine.model.mtp import MtpHead
 from engine.pools.allocate import Pools
-from engine.weights.layout import AttentionWeights, LayerWeights
+from engine.weights.layout import (
+    AttentionWeights,
+    DenseMlpWeights,
+    LayerWeights,
+    MtpWeights,
+)
 from engine.weights.loader import Checkpoint, Progress
 from engine.weights.model_config import ModelConfig
+from kernels.draft_chain.types import ChainWeights
 from kernels.ops import Ops
+
+# Larger heads are bound by memory, not by calls: products on several threads serve them better.
+CHAIN_BYTES = 16 * 2**20
 
 
 def load_network(
@@ -72,6 +82,35 @@ def load_network(
                 layer=inner,
                 norm=drafter.norm,
                 ops=ops,
+                chain=_chain(drafter, embed, embed if head is None else head, inner.mixer),
             )
         checkpoint.finish()
     return Network(embed, layers, norm, lm_head, mtp)
+
+
+def _chain(
+    drafter: MtpWeights, embed: Tensor, head: Tensor, mixer: AttentionMixer
+) -> ChainWeights | None:
+    """The head for `kernels.draft_chain`, when it is dense, small and kept in bfloat16."""
+    inner, mlp = drafter.layer.mixer, drafter.layer.mlp
+    if mixer.ops.draft_chain is None or not isinstance(mlp, DenseMlpWeights):
+        return None
+    assert isinstance(inner, AttentionWeights)
+    chain = ChainWeights(
+        embed=embed,
+        fc=drafter.fc,
+        qkv=inner.qkv_proj,
+        o=inner.o_proj,
+        gate_up=mlp.gate_up,
+        down=mlp.down,
+        head=head,
+        norm_embedding=drafter.norm_embedding,
+        norm_hidden=drafter.norm_hidden,
+        input_norm=drafter.layer.input_norm,
+        post_norm=drafter.layer.post_norm,
+        norm=drafter.norm,
+        attention=mixer.params,
+        pages=mixer.pages,
+    )
+    stored = {embed.dtype, head.dtype, chain.fc.dtype, chain.qkv.dtype, chain.down.dtype}
+    return chain if stored == {torch.bfloat16} and chain.matrix_bytes <= CHAIN_BYTES else None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.model.layers import AttentionMixer, Layer
 from kernels.batch import RaggedBatch
+from kernels.draft_chain.types import ChainWeights
 from kernels.ops import Linear, Ops
 
 
@@ -20,6 +21,7 @@ class MtpHead:
     """fc [2 H -> H] over (embedding, hidden), a decoder layer with its own KV pages, and a norm.
 
     The layer is held in parts, since a row that proposes nothing needs its keys and values only.
+    `chain` is the same head once more, where it is small enough to run several rows deep in a call.
     """
 
     fc: Linear
@@ -29,6 +31,7 @@ class MtpHead:
     layer: Layer
     norm: Tensor
     ops: Ops
+    chain: ChainWeights | None
 
     def __call__(
         self, embedding: Tensor, hidden: Tensor, batch: RaggedBatch, wanted: Tensor

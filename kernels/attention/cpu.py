@@ -32,7 +32,7 @@ def _norm_rope(source: Any, scale: Any, cos: Any, sin: Any, eps: Any, out: Any) 
 
 
 @parallel_kernel
-def _write_kv(
+def write_kv(
     qkv: Any,
     k_norm: Any,
     cos: Any,
@@ -63,7 +63,7 @@ def _write_kv(
 
 
 @parallel_kernel
-def _attend(
+def attend(
     qkv: Any,
     q_norm: Any,
     cos: Any,
@@ -158,7 +158,7 @@ def attention_mixer(
     cos, sin, eps = host(params.cos), host(params.sin), np.float32(params.eps)
     tables = batch.block_tables.numpy()
     k, v = host(pages.k), host(pages.v)
-    _write_kv(
+    write_kv(
         qkv.numpy(),
         host(params.k_norm),
         cos,
@@ -173,7 +173,7 @@ def attention_mixer(
     if wanted is not None:
         qkv, positions, owners = qkv[wanted], positions[wanted], owners[wanted]
     out = qkv.new_empty(qkv.shape[0], params.heads * params.head_dim)
-    _attend(
+    attend(
         qkv.numpy(),
         host(params.q_norm),
         cos,
