@@ -140,12 +140,12 @@ class Drafter:
         """One pass over all final rows that the head has not seen, then a row per further draft."""
         segments, inputs = self._first_pass(rows, hidden)
         first = self._step(segments, rows)
+        if self._chain is not None and _uniform(rows):
+            return self._chained(rows, first, inputs)
         state, logits = self._run(first, inputs)
         tokens: list[list[int]] = [[] for _ in rows]
         logprobs: list[list[float]] = [[] for _ in rows]
         active = [i for i, entry in enumerate(rows) if entry.drafts]
-        if self._chain is not None and active and _uniform(rows):
-            return self._chained(rows, first, state, logits)
         depth, step = 1, None
         while active:
             best, chosen = self._top1(logits)
@@ -164,17 +164,25 @@ class Drafter:
         return [Proposal(tuple(t), tuple(p)) for t, p in zip(tokens, logprobs, strict=True)]
 
     def _chained(
-        self, rows: Sequence[DraftRows], first: StepInput, state: Tensor, logits: Tensor
+        self, rows: Sequence[DraftRows], first: StepInput, inputs: Tensor
     ) -> list[Proposal]:
-        """All further drafts of a few sequences in one call."""
+        """All drafts of a few sequences in one call, which begins with the last row of each."""
         assert self._chain is not None
         assert self._draft_chain is not None
-        ids, logprobs = self._top1(logits)
-        ends = torch.from_numpy(self._cursors.end[[entry.slot for entry in rows]])
-        start = ChainStart(ids, state, ends, first.batch.block_tables, first.batch.first_key)
-        more, more_logprobs = self._draft_chain(self._chain, start, rows[0].drafts - 1)
-        tokens = torch.cat((ids[None], more)).T.tolist()
-        chances = torch.cat((logprobs[None], more_logprobs)).T.tolist()
+        batch = first.batch
+        last = batch.row_start[1:] - 1
+        if len(first.token_ids) > len(rows):
+            embedded = self._embed[first.token_ids].to(self._dtype)
+            self._head.write(embedded, inputs, batch)
+        start = ChainStart(
+            first.token_ids[last],
+            inputs[last],
+            batch.positions[last],
+            batch.block_tables,
+            batch.first_key,
+        )
+        ids, logprobs = self._draft_chain(self._chain, start, rows[0].drafts)
+        tokens, chances = ids.T.tolist(), logprobs.T.tolist()
         return [Proposal(tuple(t), tuple(p)) for t, p in zip(tokens, chances, strict=True)]
 
     def _first_pass(
@@ -240,7 +248,7 @@ class Drafter:
 def _uniform(rows: Sequence[DraftRows]) -> bool:
     """Whether these are so few sequences, all equally deep, that a chain pays."""
     depth = rows[0].drafts
-    return len(rows) <= CHAIN_ROWS and depth > 1 and all(e.drafts == depth for e in rows)
+    return len(rows) <= CHAIN_ROWS and depth > 0 and all(e.drafts == depth for e in rows)
 
 
 def _segment(entry: DraftRows, start: int, tokens: tuple[int, ...]) -> Segment:

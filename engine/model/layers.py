@@ -61,6 +61,12 @@ class AttentionMixer:
         qkv = self.qkv_proj(x)
         return self.o_proj(self.ops.attention_mixer(qkv, self.params, self.pages, batch, wanted))
 
+    def write(self, x: Tensor, batch: RaggedBatch) -> None:
+        """Write keys and values of rows x [R, H], and nothing else."""
+        nothing = torch.empty(0, dtype=torch.int64, device=x.device)
+        qkv = self.qkv_proj(x)
+        self.ops.attention_mixer(qkv, self.params, self.pages, batch, nothing)
+
 
 Mixer = GdnMixer | AttentionMixer
 

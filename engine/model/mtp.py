@@ -43,10 +43,21 @@ class MtpHead:
         """
         eps, layer = self.layer.eps, self.layer
         normed = self.ops.add_rms_norm
-        residual = self.fc(
-            self.ops.join_norms(embedding, self.norm_embedding, hidden, self.norm_hidden, eps)
-        )
+        residual = self._joined(embedding, hidden)
         mixed = self.mixer(normed(residual, None, layer.input_norm, eps), batch, wanted)
         residual = residual[wanted]
         delta = layer.mlp(normed(residual, mixed, layer.post_norm, eps))
         return normed(residual, delta, self.norm, eps)
+
+    def write(self, embedding: Tensor, hidden: Tensor, batch: RaggedBatch) -> None:
+        """Leave keys and values of the rows, and nothing else."""
+        x = self._joined(embedding, hidden)
+        self.mixer.write(
+            self.ops.add_rms_norm(x, None, self.layer.input_norm, self.layer.eps), batch
+        )
+
+    def _joined(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+        joined = self.ops.join_norms(
+            embedding, self.norm_embedding, hidden, self.norm_hidden, self.layer.eps
+        )
+        return self.fc(joined)
