@@ -37,12 +37,15 @@ def _clean_processes(
     """Warnings of the engine process are errors, and it leaves no process and no folder behind."""
     monkeypatch.setenv("PYTHONPATH", str(REPO))
     monkeypatch.setenv("PYTHONWARNINGS", "error")
+    # Servers of other test modules may live as long as the session.
+    before = set(psutil.Process().children())
     yield
     text = capfd.readouterr().err
     assert "Warning" not in text, text
     # Bugs on purpose are the only tracebacks.
     assert text.count("Traceback") == text.count("The engine failed"), text
-    assert not [c for c in psutil.Process().children() if c.status() != psutil.STATUS_ZOMBIE]
+    left = set(psutil.Process().children()) - before
+    assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
 
 
 def launch(options: str = "", **config: Any) -> Launch:

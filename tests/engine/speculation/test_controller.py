@@ -190,11 +190,13 @@ def test_a_width_that_comes_back_in_the_middle_of_a_probe() -> None:
 @given(
     st.integers(1, 4),
     st.lists(st.tuples(st.integers(1, 64), st.integers(0, 5), st.integers(1, 20)), max_size=20),
-    st.randoms(use_true_random=False),
+    st.integers(0, 2**32),
 )
 def test_any_traffic_gets_a_depth_within_its_ceiling(
-    num_drafts: int, parts: list[tuple[int, int, int]], rng: Random
+    num_drafts: int, parts: list[tuple[int, int, int]], seed: int
 ) -> None:
+    # A generator of its own: every draw from hypothesis' would count against the example's size.
+    rng = Random(seed)
     controller = SpecController(num_drafts)
     for width, ceiling, steps in parts * 5:
         for _ in range(steps):
