@@ -14,14 +14,17 @@ from torch import Tensor
 
 from engine.request import SpeculationStats
 from engine.runner import DraftRows, ModelRunner, PlainRows, RowPhase, Segment, Verified
-from engine.scheduler import Scheduler, StepOutcome, StepPlan
+from engine.scheduler import Scheduler, StepKind, StepOutcome, StepPlan
 from engine.scheduler.sequence import Sequence
 from engine.speculation.dcut import dcut_drafts
-from engine.speculation.gate import Candidate, Choice, SpecGate
+from engine.speculation.gate import Candidate, Choice, PlainReason, SpecGate
 from engine.speculation.policy import PolicySettings
 from engine.speculation.row_budget import split_verify
 
 logger = logging.getLogger(__name__)
+
+# Steps that follow a choice to plain-decode before it is asked for again.
+PLAIN_RUN = 7
 
 
 class Speculator:
@@ -49,7 +52,8 @@ class Speculator:
         self._clock = clock
         self._gate = SpecGate(policy, max_batch_size)
         self._choice = self._gate.choose(())
-        self._chosen_at = clock()
+        self._prepared_at = clock()
+        self._plain_run = 0
         self._verifies = 0
         self._draft_tokens = 0
         self._dcut_tokens = 0
@@ -74,7 +78,13 @@ class Speculator:
 
         hidden [plan rows, H] is that of the step.
         """
-        self._learn(plan, outcome)
+        now = self._clock()
+        seconds, self._prepared_at = now - self._prepared_at, now
+        if self._stays_plain(plan):
+            self._count_plain(seconds)
+            self._remember_all(plan, outcome, hidden)
+            return
+        self._learn(plan, outcome, seconds, now)
         decoding = self._scheduler.decoding()
         choice = self._choose(decoding)
         wanted = dict(zip((s.request_id for s in decoding), choice.drafts, strict=True))
@@ -114,10 +124,43 @@ class Speculator:
         if rows:
             self._propose(rows, owners, hidden)
 
-    def _learn(self, plan: StepPlan, outcome: StepOutcome) -> None:
+    def _stays_plain(self, plan: StepPlan) -> bool:
+        """Whether the last choice, not to draft, stands for this step too.
+
+        Choosing and learning take a few percent of a narrow model's step, so that while plain
+        decoding is the choice only every eighth step asks again.
+        """
+        choice = self._choice
+        settled = choice.reason in (PlainReason.CONTROLLER, PlainReason.TOO_WIDE)
+        same = plan.kind is StepKind.DECODE and len(plan.segments) == len(choice.drafts)
+        if not (settled and same and self._plain_run < PLAIN_RUN):
+            self._plain_run = 0
+            return False
+        if any(sequence.slot is None for sequence in plan.sequences):
+            self._plain_run = 0
+            return False
+        self._plain_run += 1
+        return True
+
+    def _count_plain(self, seconds: float) -> None:
+        self._steps[False] += 1
+        self._seconds[False] += seconds
+        reason = self._choice.reason.value if self._choice.reason is not None else "dropped"
+        self._reasons[reason] = self._reasons.get(reason, 0) + 1
+
+    def _remember_all(self, plan: StepPlan, outcome: StepOutcome, hidden: Tensor) -> None:
+        """Remember the one row of every sequence of a plain step."""
+        plain = PlainRows(
+            slots=[sequence.slot for sequence in plan.sequences if sequence.slot is not None],
+            positions=[segment.start for segment in plan.segments],
+            rows=list(range(len(plan.segments))),
+            next_tokens=[tokens[0] for tokens in outcome.tokens],
+        )
+        self._runner.remember(plain, hidden)
+
+    def _learn(self, plan: StepPlan, outcome: StepOutcome, seconds: float, now: float) -> None:
         """Count what the step's drafts came to; its seconds run from the choice before it."""
-        now = self._clock()
-        seconds, choice = now - self._chosen_at, self._choice
+        choice = self._choice
         decodes = [
             (len(segment.token_ids) - 1, len(tokens) - 1)
             for segment, tokens in zip(plan.segments, outcome.tokens, strict=True)
@@ -135,11 +178,11 @@ class Speculator:
             if flush is not None:
                 logger.debug("Accepts at width %d: %s", len(decodes), flush)
         speculated = bool(verifies)
-        self._steps[speculated] += 1
-        self._seconds[speculated] += seconds
-        if not speculated:
-            reason = choice.reason.value if choice.reason is not None else "dropped"
-            self._reasons[reason] = self._reasons.get(reason, 0) + 1
+        if speculated:
+            self._steps[True] += 1
+            self._seconds[True] += seconds
+        else:
+            self._count_plain(seconds)
         # A step with prompt rows, or without one of its sequences, tells no price of drafts.
         if len(decodes) == len(plan.segments) == len(choice.drafts):
             self._gate.observe(choice, [accepted for _, accepted in decodes], seconds)
@@ -173,7 +216,6 @@ class Speculator:
         )
 
     def _choose(self, decoding: Listing[Sequence]) -> Choice:
-        self._chosen_at = self._clock()
         choice = self._gate.choose(
             [Candidate(s.slot, _room(s)) for s in decoding if s.slot is not None]
         )
