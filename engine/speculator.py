@@ -90,7 +90,8 @@ class Speculator:
         wanted = dict(zip((s.request_id for s in decoding), choice.drafts, strict=True))
         # Prompts are drafted over as they come, unless what decodes now is better off without.
         running = self._scheduler.holdings.slots.used
-        eager = choice.depth > 0 or (not decoding and running <= self._policy.mtp_max_seqs)
+        idle = not decoding and running <= self._policy.mtp_max_seqs
+        eager = choice.depth > 0 or (idle and self._rungs.get(running, 1) > 0)
         first_rows = accumulate((len(s.token_ids) for s in plan.segments), initial=0)
         rows: list[DraftRows] = []
         owners: list[Sequence] = []
