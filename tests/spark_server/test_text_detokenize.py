@@ -79,8 +79,11 @@ def test_a_token_costs_little() -> None:
     # 2,500 tokens a second leave 400 us for everything; text may take 25 of them.
     tokenizer = Tokenizer(tokenizer_definition())
     ids = tokenizer.encode("the quick brown fox " * 500)
-    detokenizer = tokenizer.detokenizer()
-    began = time.perf_counter()
-    for token_id in ids:
-        detokenizer.feed((token_id,))
-    assert (time.perf_counter() - began) / len(ids) < 25e-6
+    best = float("inf")
+    for _ in range(3):
+        detokenizer = tokenizer.detokenizer()
+        began = time.perf_counter()
+        for token_id in ids:
+            detokenizer.feed((token_id,))
+        best = min(best, (time.perf_counter() - began) / len(ids))
+    assert best < 25e-6
