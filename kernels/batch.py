@@ -11,6 +11,8 @@ from torch import Tensor
 class RaggedBatch:
     """R rows of S sequences, the rows of a sequence side by side; every tensor is int64.
 
+    The plain numbers are for the host, which must not wait for a device to learn them.
+
     Attributes:
         positions: [R] position of each row in its sequence.
         row_segment: [R] index of the sequence that owns each row.
@@ -26,6 +28,8 @@ class RaggedBatch:
         first_key: [S] oldest position that attention sees; 0 but for a drafter with a gap.
         chunked: [S] 1 where the chunked form of the GDN recurrence is allowed (prefill).
         block_tables: [S, B] KV blocks of each sequence, padded with the dummy block.
+        longest: rows of the longest sequence.
+        prefills: whether any sequence is chunked.
     """
 
     positions: Tensor
@@ -41,3 +45,5 @@ class RaggedBatch:
     first_key: Tensor
     chunked: Tensor
     block_tables: Tensor
+    longest: int
+    prefills: bool

@@ -88,5 +88,7 @@ def step_input(
         first_key=place(np.zeros(len(segments), np.int64) if first_key is None else first_key),
         chunked=place(np.array([s.phase is RowPhase.PREFILL for s in segments], np.int64)),
         block_tables=place(tables),
+        longest=int(counts.max()),
+        prefills=any(s.phase is RowPhase.PREFILL for s in segments),
     )
     return StepInput(place(token_ids), place(np.flatnonzero(wanted)), batch)

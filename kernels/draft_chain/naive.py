@@ -51,4 +51,6 @@ def _rows_of(start: ChainStart, positions: Tensor, rows: Tensor) -> RaggedBatch:
         first_key=start.first_key,
         chunked=nothing,
         block_tables=start.block_tables,
+        longest=1,
+        prefills=False,
     )

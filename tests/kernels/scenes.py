@@ -63,6 +63,8 @@ def make_batch(rows: list[Rows], blocks_per_sequence: int = 5) -> RaggedBatch:
         first_key=torch.tensor([r.first_key for r in rows]),
         chunked=torch.tensor([int(r.chunked) for r in rows]),
         block_tables=torch.tensor(tables),
+        longest=max(r.count for r in rows),
+        prefills=any(r.chunked for r in rows),
     )
 
 
