@@ -26,7 +26,6 @@ from engine.reserve.parameters import resident_bytes
 from engine.reserve.plan import checkpoint_tensors
 from engine.reserve.preflight import Preflight, preflight_reserve
 from engine.reserve.ssm_reserve import SpeculationPolicy
-from engine.reserve.verify_terms import verify_terms
 from engine.runner import RowPhase, Segment
 from engine.weights.loader import Progress as WeightProgress
 from engine.weights.model_config import ModelConfig, load_config
@@ -163,10 +162,7 @@ def _preflight(folder: Path, model: ModelConfig, config: EngineConfig) -> Prefli
         config,
         budget=config.memory_budget,
         weights_bytes=weights,
-        with_mtp=with_mtp,
-        drafts=policy.num_drafts,
-        ring_slots=policy.ring_slots(config.max_batch_size),
-        extra=verify_terms(model, config, policy),
+        policy=policy,
     )
 
 

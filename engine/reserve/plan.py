@@ -9,18 +9,17 @@ from pathlib import Path
 
 from engine.config import GRID, EngineConfig
 from engine.errors import ConfigError, ModelFormatError
-from engine.reserve.ledger import LedgerTerm
 from engine.reserve.parameters import (
     StoredTensor,
     resident_bytes,
     tensors_of_config,
     tensors_of_headers,
 )
-from engine.reserve.preflight import Preflight, device_budget, preflight_reserve
+from engine.reserve.preflight import FurtherTerms, Preflight, device_budget, preflight_reserve
 from engine.reserve.sizes import parse_size
 from engine.reserve.ssm_reserve import DISPATCH_CAP, SpeculationPolicy, SsmRollbackMode
 from engine.reserve.table import preflight_table
-from engine.reserve.verify_terms import snapshot_term, verify_terms
+from engine.reserve.verify_terms import snapshot_term
 from engine.weights.headers import tensor_headers
 from engine.weights.model_config import ModelConfig, load_config, parse_config
 
@@ -36,10 +35,8 @@ def plan(
     device_memory: int,
     utilisation: float | None = None,
     weights_bytes: int | None = None,
-    with_mtp: bool = False,
-    drafts: int = 0,
-    ring_slots: int = 0,
-    extra: tuple[LedgerTerm, ...] = (),
+    policy: SpeculationPolicy | None = None,
+    further: FurtherTerms = lambda config: (),
 ) -> Preflight:
     """The preflight of a model folder or of a config.json alone.
 
@@ -50,7 +47,7 @@ def plan(
         utilisation: share of it that the engine may take, None for the device's default.
         weights_bytes: stands in for the network's bytes in memory; else they come from the
             safetensors headers, or from the config when no weights are there.
-        with_mtp, drafts, ring_slots, extra: see preflight_reserve.
+        policy, further: see preflight_reserve.
 
     Raises:
         ModelFormatError: the model cannot be served.
@@ -62,6 +59,7 @@ def plan(
             f"--max-seq-len {config.max_seq_len} exceeds the {model.max_position_embeddings} "
             f"positions of the model; use {model.max_position_embeddings} or less"
         )
+    with_mtp = policy is not None and policy.num_drafts > 0
     if with_mtp and model.mtp_layers == 0:
         raise ConfigError("--num-drafts needs a model with MTP layers, and this one has none")
     if weights_bytes is None:
@@ -75,11 +73,9 @@ def plan(
         config,
         budget=budget,
         weights_bytes=weights_bytes,
-        with_mtp=with_mtp,
-        drafts=drafts,
-        ring_slots=ring_slots,
+        policy=policy,
         device_memory=device_memory,
-        extra=extra,
+        further=further,
     )
 
 
@@ -146,9 +142,7 @@ def _plan_of(asked: argparse.Namespace) -> Preflight:
         rollback=SsmRollbackMode(asked.ssm_rollback_mode),
         dispatch_cap=asked.mtp_max_seqs,
     )
-    extra = list(verify_terms(model, config, policy))
-    if asked.snapshots:
-        extra.append(snapshot_term(model, asked.snapshots))
+    snapshots = (snapshot_term(model, asked.snapshots),) if asked.snapshots else ()
     memory = _size(asked.device_memory)
     return plan(
         source,
@@ -156,10 +150,8 @@ def _plan_of(asked: argparse.Namespace) -> Preflight:
         device_memory=_memory_here(asked.device) if memory is None else memory,
         utilisation=asked.gpu_memory_utilization,
         weights_bytes=_size(asked.weights_bytes),
-        with_mtp=policy.num_drafts > 0,
-        drafts=policy.num_drafts,
-        ring_slots=policy.ring_slots(config.max_batch_size),
-        extra=tuple(extra),
+        policy=policy,
+        further=lambda config: snapshots,
     )
 
 

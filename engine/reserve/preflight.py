@@ -13,6 +13,7 @@ from engine.config import GRID, EngineConfig
 from engine.errors import ConfigError, DoesNotFitError
 from engine.reserve.ledger import LedgerTerm, MemoryLedger
 from engine.reserve.sizes import format_bytes
+from engine.reserve.ssm_reserve import SpeculationPolicy
 from engine.reserve.terms import (
     Speculation,
     blocks_per_sequence,
@@ -20,7 +21,11 @@ from engine.reserve.terms import (
     kv_block_bytes,
     kv_terms,
 )
+from engine.reserve.verify_terms import verify_terms
 from engine.weights.model_config import ModelConfig
+
+# Terms of other owners, such as snapshots: a search varies the configuration, and they follow.
+FurtherTerms = Callable[[EngineConfig], tuple[LedgerTerm, ...]]
 
 CPU_UTILISATION = 0.5
 GPU_UTILISATION = 0.9
@@ -65,13 +70,24 @@ class _Case:
 
     model: ModelConfig
     weights_bytes: int
-    speculation: Speculation
-    extra: tuple[LedgerTerm, ...]
+    policy: SpeculationPolicy
+    further: FurtherTerms
+
+    @property
+    def with_mtp(self) -> bool:
+        return self.policy.num_drafts > 0
 
     def ledger(self, config: EngineConfig, blocks: int) -> MemoryLedger:
-        fixed = fixed_terms(self.model, config, self.weights_bytes, self.speculation)
-        pages = kv_terms(self.model, config, blocks, with_mtp=self.speculation.with_mtp)
-        return MemoryLedger((*fixed, *self.extra, *pages))
+        drafts, slots = self.policy.num_drafts, self.policy.ring_slots(config.max_batch_size)
+        speculation = Speculation(self.with_mtp, drafts, slots)
+        return MemoryLedger(
+            (
+                *fixed_terms(self.model, config, self.weights_bytes, speculation),
+                *verify_terms(self.model, config, self.policy),
+                *self.further(config),
+                *kv_terms(self.model, config, blocks, with_mtp=self.with_mtp),
+            )
+        )
 
     def needed(self, config: EngineConfig) -> int:
         """Bytes with the smallest KV pool that is allowed; rises with batch and length."""
@@ -111,11 +127,9 @@ def preflight_reserve(
     *,
     budget: int,
     weights_bytes: int,
-    with_mtp: bool = False,
-    drafts: int = 0,
-    ring_slots: int = 0,
+    policy: SpeculationPolicy | None = None,
     device_memory: int | None = None,
-    extra: tuple[LedgerTerm, ...] = (),
+    further: FurtherTerms = lambda config: (),
 ) -> Preflight:
     """Every byte that the engine will take, and the KV pool that the rest of the budget pays for.
 
@@ -127,24 +141,22 @@ def preflight_reserve(
         config: device and dtype resolved.
         budget: bytes in all.
         weights_bytes: of the network in memory, see `parameters.resident_bytes`.
-        with_mtp: the drafter runs and has a KV layer.
-        drafts: unverified rows of a step and sequence at most.
-        ring_slots: slots of the carry ring, its dummy included; 0 for none.
+        policy: of speculation, None for none; with drafts the drafter runs and has a KV layer.
         device_memory: bytes of the device, to name a utilisation that would fit.
-        extra: further terms, such as snapshots.
+        further: terms of other owners for a configuration, such as snapshots.
 
     Raises:
         DoesNotFitError: not even one sequence of full length fits, or the asked KV pool does not;
             names the largest term, both numbers, and the nearest settings that fit.
         ConfigError: `kv_tokens` holds less than one sequence.
     """
-    case = _Case(model, weights_bytes, Speculation(with_mtp, drafts, ring_slots), extra)
+    case = _Case(model, weights_bytes, policy or SpeculationPolicy(), further)
     _check_kv_tokens(config)
     if case.needed(config) > budget:
         raise DoesNotFitError(_refusal(case, config, budget, device_memory))
     blocks = _fewest_blocks(config)
     if config.kv_tokens is None:
-        block = kv_block_bytes(model, config, with_mtp=with_mtp)
+        block = kv_block_bytes(model, config, with_mtp=case.with_mtp)
         blocks = _most_blocks(config, budget - case.ledger(config, 0).total, block)
     ledger = case.ledger(config, blocks)
     return Preflight(ledger, blocks, budget, budget - ledger.total)
@@ -203,9 +215,7 @@ def _ways_out(
     least = replace(config, kv_tokens=None)
     if config.kv_tokens is not None and fits(least):
         left = budget - case.ledger(least, 0).total
-        tokens = (
-            left // kv_block_bytes(case.model, config, with_mtp=case.speculation.with_mtp) * GRID
-        )
+        tokens = left // kv_block_bytes(case.model, config, with_mtp=case.with_mtp) * GRID
         ways.append(f"--kv-tokens {tokens}")
     needed = case.needed(config)
     if device_memory is None:

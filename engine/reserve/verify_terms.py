@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from engine.config import EngineConfig
-from engine.pools.shapes import LOG_ROWS, drafter_log_shape
+from engine.pools.shapes import FLOAT32_BYTES, LOG_ROWS, drafter_log_shape
 from engine.reserve.ledger import LedgerTerm, TermKind
 from engine.reserve.parameters import element_bytes
 from engine.reserve.ssm_reserve import (
@@ -57,7 +57,8 @@ def verify_terms(
         ),
     ]
     if policy.rollback is SsmRollbackMode.REPLAY:
-        rows = ssm_replay_row_bytes(blob.qkvz_elems, blob.value_heads, element_bytes(config.dtype))
+        # The pool keeps its rings in float32, whatever the activations are.
+        rows = ssm_replay_row_bytes(blob.qkvz_elems, blob.value_heads, FLOAT32_BYTES)
 
         def ring(slots: int) -> int:
             return ssm_replay_ring_bytes(

@@ -22,6 +22,7 @@ from engine.reserve.parameters import (
     tensors_of_headers,
 )
 from engine.reserve.plan import main, plan, read_model
+from engine.reserve.ssm_reserve import SpeculationPolicy
 from engine.weights.headers import tensor_headers
 from engine.weights.model_config import parse_config
 
@@ -146,7 +147,7 @@ def test_what_is_not_loaded_takes_nothing() -> None:
 def test_a_config_alone_plans_as_the_folder_does(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((TINY / "config.json").read_text())
     plans = [
-        plan(source, CONFIG, device_memory=8 * GIB, with_mtp=True, drafts=3, ring_slots=9)
+        plan(source, CONFIG, device_memory=8 * GIB, policy=SpeculationPolicy(3))
         for source in (TINY, tmp_path, tmp_path / "config.json", TINY / "config.json")
     ]
     assert all(found == plans[0] for found in plans)
@@ -168,7 +169,7 @@ def test_plans_that_cannot_be(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(silent))
     with pytest.raises(ConfigError, match="MTP layers"):
-        plan(path, CONFIG, device_memory=8 * GIB, with_mtp=True, drafts=1)
+        plan(path, CONFIG, device_memory=8 * GIB, policy=SpeculationPolicy(1))
     path.write_text("[1]")
     with pytest.raises(ModelFormatError, match="no JSON object"):
         read_model(path)
@@ -214,12 +215,12 @@ def test_rollback_modes_of_27b(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for terms in (carry, replay, snapshot):
         assert terms["state_pool"] == 128 * 158_859_264
         assert terms["snapshots"] == 16 * 158_859_264
-    # The engine keeps its ring in float32: rows of 41,344 bytes.
+    # The engine keeps its rings in float32: rows of 41,344 and of 65,920 bytes.
     assert carry["carry_ring"] == 32 * 3 * 48 * 41_344
     assert carry["carry_ring_dummy"] == 3 * 48 * 41_344
     assert replay["verify_pool"] == 32 * 158_859_264
-    assert replay["replay_ring"] == 152_764_416
-    assert replay["replay_ring_dummy"] == 3 * 48 * 33_152
+    assert replay["replay_ring"] == 32 * 3 * 48 * 65_920
+    assert replay["replay_ring_dummy"] == 3 * 48 * 65_920
     assert snapshot["verify_pool"] == 33_671_872_512 - 128 * 158_859_264
     assert snapshot["verify_dummy"] == 158_859_264 + 3 * 150_994_944 + 4 * 7_864_320
     assert carry["kv_pool"] > replay["kv_pool"] > snapshot["kv_pool"] > 0

@@ -57,7 +57,7 @@ def test_without_speculation(capsys: pytest.CaptureFixture[str]) -> None:
     ("mode", "verify", "kv_at_least"),
     [
         ("carry", {"carry_ring": 190_513_152}, 21.5),
-        ("replay", {"verify_pool": 5_083_496_448, "replay_ring": 152_764_416}, 16.7),
+        ("replay", {"verify_pool": 5_083_496_448, "replay_ring": 303_759_360}, 16.5),
         ("snapshot", {"verify_pool": 13_337_886_720}, 8.7),
     ],
 )

@@ -15,6 +15,7 @@ from engine.errors import ConfigError, DoesNotFitError, InvariantError
 from engine.reserve.ledger import LedgerTerm, TermKind
 from engine.reserve.preflight import Preflight, device_budget, preflight_reserve
 from engine.reserve.sizes import parse_size
+from engine.reserve.ssm_reserve import SpeculationPolicy, SsmRollbackMode
 from engine.reserve.terms import allocated_terms
 from engine.weights.model_config import ModelConfig, parse_config
 
@@ -52,7 +53,7 @@ def plan(config: EngineConfig = CONFIG, budget: int = 2 * GIB, **rest: Any) -> P
 
 
 def test_exact_terms_are_the_pools_to_the_byte() -> None:
-    ledger = plan(with_mtp=True, drafts=3, ring_slots=5).ledger
+    ledger = plan(policy=SpeculationPolicy(3)).ledger
     # 3 GDN layers; h 4 x 64 x 64, conv 512 channels x 4 taps, float32.
     blob = 3 * (4 * 64 * 64 + 512 * 4) * 4
     row = (512 + 2 * 4) * 4
@@ -61,9 +62,10 @@ def test_exact_terms_are_the_pools_to_the_byte() -> None:
     assert {t.name: t.bytes for t in ledger.terms if t.kind is TermKind.EXACT} == {
         "state_pool": 8 * blob,
         "state_dummy": blob,
-        "carry_ring": 4 * 3 * 3 * row,
+        "carry_ring": 8 * 3 * 3 * row,
         "carry_ring_dummy": 3 * 3 * row,
         "rotary_tables": 2 * 1000 * 8 * 4,
+        "drafter_log": 9 * 64 * 256 * 4,
         "kv_pool": 8 * 16 * block,
         "kv_dummy": block,
     }
@@ -71,17 +73,18 @@ def test_exact_terms_are_the_pools_to_the_byte() -> None:
 
 
 def test_what_the_pools_hold_is_split_as_the_ledger_splits_it() -> None:
-    found = plan(with_mtp=True, drafts=3, ring_slots=5)
+    found = plan(policy=SpeculationPolicy(3))
     terms = {term.name: term.bytes for term in found.ledger.terms}
     allocated = allocated_terms(
         CONFIG,
         state_bytes=terms["state_pool"] + terms["state_dummy"],
         ring_bytes=terms["carry_ring"] + terms["carry_ring_dummy"],
-        ring_slots=5,
+        ring_slots=9,
         kv_bytes=terms["kv_pool"] + terms["kv_dummy"],
         kv_blocks=found.kv_blocks,
         rotary_bytes=terms["rotary_tables"],
     )
+    allocated["drafter_log"] = terms["drafter_log"]
     found.ledger.check_allocated(allocated)
     with pytest.raises(InvariantError, match="rotary_tables"):
         found.ledger.check_allocated(allocated | {"rotary_tables": 1})
@@ -136,7 +139,7 @@ def test_scratch_is_only_for_the_chunk_form() -> None:
 def test_extra_terms_are_counted() -> None:
     snapshots = LedgerTerm("snapshots", 64 * 2**20, TermKind.EXACT, "16 blobs")
     with_them = preflight_reserve(
-        MODEL, CONFIG, budget=2 * GIB, weights_bytes=WEIGHTS, extra=(snapshots,)
+        MODEL, CONFIG, budget=2 * GIB, weights_bytes=WEIGHTS, further=lambda config: (snapshots,)
     )
     assert with_them.ledger.total == plan().ledger.total + 64 * 2**20
 
@@ -151,8 +154,7 @@ def test_plans_stay_in_the_budget_and_grow_with_batch_length_and_drafts(
     batches, lengths, drafts = (1, 32, 256, 1024), (64, 1000, 4096), (0, 1, 3, 5)
     for batch, length, count in itertools.product(batches, lengths, drafts):
         config = replace(CONFIG, device=device, max_batch_size=batch, max_seq_len=length)
-        ring = min(batch, 32) + 1 if count else 0
-        found = plan(config, budget, with_mtp=count > 0, drafts=count, ring_slots=ring)
+        found = plan(config, budget, policy=SpeculationPolicy(count))
         assert found.ledger.total + found.free == budget
         assert found.free >= 0
         before[batch, length, count] = found
@@ -229,3 +231,21 @@ def test_budgets() -> None:
     for share in (0.0, -0.5, 1.5, float("nan")):
         with pytest.raises(ConfigError, match="--gpu-memory-utilization"):
             device_budget(8 * GIB, share, device="cpu")
+
+
+@pytest.mark.parametrize("mode", list(SsmRollbackMode))
+def test_the_advice_counts_what_a_smaller_batch_saves_in_verify_pools(
+    mode: SsmRollbackMode,
+) -> None:
+    """Verify pools, rings and logs shrink with the batch: the advised one is the largest."""
+    config = replace(CONFIG, max_batch_size=512, kv_tokens=1024)
+    policy = SpeculationPolicy(3, mode, full_width=True)
+    most, least = (
+        plan(replace(config, max_batch_size=n), 64 * GIB, policy=policy).ledger.total
+        for n in (512, 1)
+    )
+    budget = (most + least) // 2
+    text = refusal(config, budget, policy=policy)
+    batch = int(re.findall(r"--max-batch-size (\d+)", text)[0])
+    plan(replace(config, max_batch_size=batch), budget, policy=policy)
+    refusal(replace(config, max_batch_size=batch + 1), budget, policy=policy)
