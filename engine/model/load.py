@@ -1,4 +1,4 @@
-"""A checkpoint folder to a packed network over given pools, one layer in memory at a time."""
+"""Weights to a packed network over given pools, one layer in memory at a time."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from engine.weights.layout import (
     DenseMlpWeights,
     LayerWeights,
     MtpWeights,
+    WeightSource,
 )
 from engine.weights.loader import Checkpoint, Progress
 from engine.weights.model_config import ModelConfig
@@ -43,11 +44,27 @@ def load_network(
     with_mtp: bool,
     progress: Progress | None = None,
 ) -> Network:
-    """Read and pack every layer; the drafter's tensors are checked even when it stays out.
+    """Read and pack every layer of a folder; the drafter's tensors are checked in any case.
 
     Raises:
         ModelFormatError: names the tensor that is missing, unknown or misshapen.
     """
+    with Checkpoint(folder, config, progress) as checkpoint:
+        network = build_network(checkpoint, config, pools, ops, max_seq_len, with_mtp=with_mtp)
+        checkpoint.finish()
+    return network
+
+
+def build_network(
+    source: WeightSource,
+    config: ModelConfig,
+    pools: Pools,
+    ops: Ops,
+    max_seq_len: int,
+    *,
+    with_mtp: bool,
+) -> Network:
+    """Pack the layers of a source, whose drafter is asked for even when it stays out."""
     device = pools.states.h.device
     cos, sin = (table.to(device) for table in rotary_tables(config, max_seq_len))
     gdn_seen = attention_seen = 0
@@ -63,28 +80,26 @@ def load_network(
         gdn_seen += 1
         return layer(weights, gdn_mixer(weights.mixer, config, state, ops), config, ops)
 
-    with Checkpoint(folder, config, progress) as checkpoint:
-        embed = checkpoint.embed().to(device)
-        head = checkpoint.lm_head()
-        lm_head = ops.pack_linear(embed if head is None else head.to(device))
-        layers = tuple(build(checkpoint.layer(i)) for i in range(len(config.layer_kinds)))
-        norm: Tensor = checkpoint.norm().to(device)
-        drafter = checkpoint.mtp()
-        mtp: MtpHead | None = None
-        if drafter is not None and with_mtp:
-            inner = build(drafter.layer)
-            assert isinstance(inner.mixer, AttentionMixer)
-            mtp = MtpHead(
-                fc=ops.pack_linear(drafter.fc),
-                norm_embedding=drafter.norm_embedding,
-                norm_hidden=drafter.norm_hidden,
-                mixer=inner.mixer,
-                layer=inner,
-                norm=drafter.norm,
-                ops=ops,
-                chain=_chain(drafter, embed, embed if head is None else head, inner.mixer),
-            )
-        checkpoint.finish()
+    embed = source.embed().to(device)
+    head = source.lm_head()
+    lm_head = ops.pack_linear(embed if head is None else head.to(device))
+    layers = tuple(build(source.layer(i)) for i in range(len(config.layer_kinds)))
+    norm: Tensor = source.norm().to(device)
+    drafter = source.mtp()
+    mtp: MtpHead | None = None
+    if drafter is not None and with_mtp:
+        inner = build(drafter.layer)
+        assert isinstance(inner.mixer, AttentionMixer)
+        mtp = MtpHead(
+            fc=ops.pack_linear(drafter.fc),
+            norm_embedding=drafter.norm_embedding,
+            norm_hidden=drafter.norm_hidden,
+            mixer=inner.mixer,
+            layer=inner,
+            norm=drafter.norm,
+            ops=ops,
+            chain=_chain(drafter, embed, embed if head is None else head, inner.mixer),
+        )
     return Network(embed, layers, norm, lm_head, mtp)
 
 

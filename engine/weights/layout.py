@@ -6,6 +6,7 @@ Matrices keep the checkpoint's dtype; norm scales are float32 with the 1 of (1 +
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -88,3 +89,27 @@ class MtpWeights:
     norm_hidden: Tensor
     layer: LayerWeights
     norm: Tensor
+
+
+class WeightSource(Protocol):
+    """Where a network's weights come from: a checkpoint, or numbers made on the spot."""
+
+    def embed(self) -> Tensor:
+        """[V, H] token embeddings."""
+        ...
+
+    def norm(self) -> Tensor:
+        """[H] float32 scale of the final norm."""
+        ...
+
+    def lm_head(self) -> Tensor | None:
+        """[V, H], or None when it is tied to the embeddings."""
+        ...
+
+    def layer(self, index: int) -> LayerWeights:
+        """Decoder layer number `index` of the trunk."""
+        ...
+
+    def mtp(self) -> MtpWeights | None:
+        """The drafter, or None when there is none."""
+        ...
