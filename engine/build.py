@@ -20,13 +20,14 @@ from engine.errors import ConfigError
 from engine.grammar.loading import grammar_masks
 from engine.model.hybrid import HybridModel
 from engine.model.layers import rotary_bytes
-from engine.model.load import load_network
+from engine.model.load import build_network, load_network
 from engine.pools.allocate import allocate_pools, pool_terms
 from engine.reserve.parameters import resident_bytes
 from engine.reserve.plan import checkpoint_tensors
 from engine.reserve.preflight import Preflight, preflight_reserve
 from engine.reserve.ssm_reserve import SpeculationPolicy
 from engine.runner import RowPhase, Segment
+from engine.weights.layout import WeightSource
 from engine.weights.loader import Progress as WeightProgress
 from engine.weights.model_config import ModelConfig, load_config
 from kernels.ops import Ops, cpu_ops, naive_ops
@@ -59,12 +60,14 @@ class BuiltInfo:
 class BuiltEngine:
     """A loaded engine, ready to step.
 
-    `later` is what may be called, and returns at once, when it has begun to serve.
+    `model` is what the core drives. `later` is what may be called, and returns at once, when it has
+    begun to serve.
     """
 
     core: EngineCore
     info: BuiltInfo
     ledger: Preflight
+    model: HybridModel
     later: tuple[Callable[[], None], ...] = ()
 
 
@@ -72,8 +75,11 @@ def build_engine(
     config: EngineConfig,
     progress: PhaseDone,
     weight_progress: WeightProgress | None = None,
+    source: Callable[[ModelConfig], WeightSource] | None = None,
 ) -> BuiltEngine:
     """Build the engine of `config`, whose device, dtype and memory budget are resolved.
+
+    With `source` the weights come from there, and the folder needs no more than its config.json.
 
     Raises:
         ConfigError, DoesNotFitError: the settings cannot work; nothing was loaded.
@@ -95,15 +101,21 @@ def build_engine(
     )
     phase.done("pools", f"state {pools.states.nbytes} bytes, KV {pools.kv.nbytes} bytes")
 
-    network = load_network(
-        folder,
-        model_config,
-        pools,
-        ops,
-        config.max_seq_len,
-        with_mtp=policy.num_drafts > 0,
-        progress=weight_progress,
-    )
+    with_mtp = policy.num_drafts > 0
+    if source is None:
+        network = load_network(
+            folder,
+            model_config,
+            pools,
+            ops,
+            config.max_seq_len,
+            with_mtp=with_mtp,
+            progress=weight_progress,
+        )
+    else:
+        network = build_network(
+            source(model_config), model_config, pools, ops, config.max_seq_len, with_mtp=with_mtp
+        )
     phase.done("weights", f"operators {ops.name}, head {getattr(network.lm_head, 'form', '?')}")
     threads = config.threads or torch.get_num_threads()
     model = HybridModel(model_config, network, pools, ops, dtype, threads, policy.rollback)
@@ -113,7 +125,7 @@ def build_engine(
     masks = grammar_masks(config.model_dir, model_config.vocab_size, eos)
     core = EngineCore(config, model, kv_blocks=found.kv_blocks, eos_ids=frozenset(eos), masks=masks)
     info = BuiltInfo(model_config.vocab_size, eos, ops.name, grammar=masks is not None)
-    return BuiltEngine(core, info, found, () if masks is None else (masks.start,))
+    return BuiltEngine(core, info, found, model, () if masks is None else (masks.start,))
 
 
 def choose_ops(config: EngineConfig) -> Ops:
