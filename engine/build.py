@@ -95,7 +95,7 @@ def build_engine(
 
     dtype = DTYPES[config.dtype]
     policy = reserve_policy(config)
-    pools = allocate_pools(model_config, config, policy, found.kv_blocks, dtype)
+    pools = allocate_pools(model_config, config, policy, found.kv_blocks, dtype, ops.move_rows)
     found.ledger.check_allocated(
         pool_terms(config, policy, pools, rotary_bytes(model_config, config.max_seq_len))
     )

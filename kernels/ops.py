@@ -12,7 +12,8 @@ from kernels.attention.types import AttentionParams, KvPages
 from kernels.batch import RaggedBatch
 from kernels.draft_chain.types import ChainStart, ChainWeights
 from kernels.gdn.types import GdnParams, GdnState
-from kernels.moe.naive import MoeParams
+from kernels.moe.naive import Experts, MoeParams
+from kernels.moves.naive import MoveRows
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -24,13 +25,16 @@ class Ops:
     Attributes:
         name: which one, for the log and `spark doctor`.
         pack_linear: weight [N, K] -> callable [M, K] -> [M, N] with `nbytes` and `form`.
-        add_rms_norm, join_norms, silu_mul, gdn_mixer, attention_mixer, moe_mlp, top1: see naive.py.
+        pack_experts: gate_up [E, 2 I, H], down [E, H, I] -> what moe_mlp takes as experts.
+        add_rms_norm, join_norms, silu_mul, gdn_mixer, attention_mixer, moe_mlp, top1, move_rows:
+            see naive.py.
         draft_chain: see its naive.py; None where rows are better run one pass at a time.
         limit_threads: how many threads the numba kernels may use from now on.
     """
 
     name: str
     pack_linear: Callable[[Tensor], Linear]
+    pack_experts: Callable[[Tensor, Tensor], Experts]
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
     join_norms: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
@@ -40,6 +44,7 @@ class Ops:
     ]
     moe_mlp: Callable[[Tensor, MoeParams, Callable[[Tensor], Tensor]], Tensor]
     top1: Callable[[Tensor], tuple[Tensor, Tensor]]
+    move_rows: MoveRows
     draft_chain: Callable[[ChainWeights, ChainStart, int], tuple[Tensor, Tensor]] | None
     limit_threads: Callable[[int], None]
 
@@ -49,14 +54,19 @@ def naive_ops(dtype: torch.dtype) -> Ops:
     from kernels.attention.naive import attention_mixer
     from kernels.gdn.naive import gdn_mixer
     from kernels.linear.naive import pack
-    from kernels.moe.naive import moe_mlp
+    from kernels.moe.naive import moe_mlp, pack_each
+    from kernels.moves.naive import move_rows
     from kernels.rms_norm.naive import add_rms_norm, join_norms
     from kernels.silu_mul.naive import silu_mul
     from kernels.top1.naive import top1
 
+    def pack_linear(weight: Tensor) -> Linear:
+        return pack(weight, dtype)
+
     return Ops(
         name="naive",
-        pack_linear=lambda weight: pack(weight, dtype),
+        pack_linear=pack_linear,
+        pack_experts=lambda gate_up, down: pack_each(gate_up, down, pack_linear),
         add_rms_norm=add_rms_norm,
         join_norms=join_norms,
         silu_mul=silu_mul,
@@ -64,6 +74,7 @@ def naive_ops(dtype: torch.dtype) -> Ops:
         attention_mixer=attention_mixer,
         moe_mlp=moe_mlp,
         top1=top1,
+        move_rows=move_rows,
         draft_chain=None,
         limit_threads=lambda threads: None,
     )
@@ -78,15 +89,22 @@ def cpu_ops() -> Ops:
     from kernels.gdn.cpu import gdn_mixer
     from kernels.linear.cpu import fp16_rows_vary, pack
     from kernels.moe.cpu import moe_mlp
+    from kernels.moe.naive import pack_each
+    from kernels.moves.naive import move_rows
     from kernels.rms_norm.cpu import add_rms_norm, join_norms
     from kernels.silu_mul.cpu import silu_mul
     from kernels.top1.cpu import top1
 
     pad = fp16_rows_vary()
     most = numba.config.NUMBA_NUM_THREADS
+
+    def pack_linear(weight: Tensor) -> Linear:
+        return pack(weight, pad)
+
     return Ops(
         name="cpu",
-        pack_linear=lambda weight: pack(weight, pad),
+        pack_linear=pack_linear,
+        pack_experts=lambda gate_up, down: pack_each(gate_up, down, pack_linear),
         add_rms_norm=add_rms_norm,
         join_norms=join_norms,
         silu_mul=silu_mul,
@@ -94,6 +112,7 @@ def cpu_ops() -> Ops:
         attention_mixer=attention_mixer,
         moe_mlp=moe_mlp,
         top1=top1,
+        move_rows=move_rows,
         draft_chain=draft_chain,
         limit_threads=lambda threads: numba.set_num_threads(min(threads, most)),
     )

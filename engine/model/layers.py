@@ -177,14 +177,10 @@ def mlp(weights: DenseMlpWeights | MoeWeights, config: ModelConfig, ops: Ops) ->
         return DenseMlp(
             Expert(ops.pack_linear(weights.gate_up), ops.pack_linear(weights.down)), ops
         )
-    experts = [
-        Expert(ops.pack_linear(gate_up), ops.pack_linear(down))
-        for gate_up, down in zip(weights.gate_up, weights.down, strict=True)
-    ]
     shared = Expert(ops.pack_linear(weights.shared_gate_up), ops.pack_linear(weights.shared_down))
     params = MoeParams(
         router=ops.pack_linear(weights.router),
-        experts=experts,
+        experts=ops.pack_experts(weights.gate_up, weights.down),
         shared=shared,
         shared_gate=ops.pack_linear(weights.shared_expert_gate),
         top_k=config.num_experts_per_tok,

@@ -28,6 +28,8 @@ from engine.reserve.verify_terms import (
     VERIFY_POOL,
 )
 from engine.weights.model_config import ModelConfig
+from kernels.moves.naive import MoveRows
+from kernels.moves.naive import move_rows as naive_move_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ def allocate_pools(
     policy: SpeculationPolicy,
     kv_blocks: int,
     dtype: torch.dtype,
+    move_rows: MoveRows = naive_move_rows,
 ) -> Pools:
     """State, verify storage and KV pages for `config`; KV of the drafter when it speculates."""
     device = torch.device(config.device)
@@ -53,7 +56,7 @@ def allocate_pools(
     pages = kv_pool_shapes(model, kv_blocks, with_mtp=speculates)
     log = drafter_log_shape(model, config.max_batch_size) if speculates else (0, 0, 0)
     return Pools(
-        SsmStatePool(slots, verify, device),
+        SsmStatePool(slots, verify, device, move_rows),
         KvPool(pages, dtype, device),
         torch.zeros(log, dtype=dtype, device=device),
     )

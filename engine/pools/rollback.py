@@ -75,17 +75,17 @@ class _Checkpointed:
 
     def before(self, slots: Sequence[int]) -> None:
         """Copy the states of the slots to their checkpoints."""
-        states, index = self._states, list(slots)
-        states.checkpoint_h[:, index] = states.h[:, index]
-        states.checkpoint_conv[:, index] = states.conv[:, index]
-        states.bytes_moved += 2 * states.blob_bytes * len(index)
+        states = self._states
+        kept = (states.checkpoint_h, states.checkpoint_conv)
+        states.copy((states.h, states.conv), kept, slots, slots)
+        states.bytes_moved += 2 * states.blob_bytes * len(slots)
 
     def undo(self, slots: Sequence[int]) -> None:
         """Copy them back."""
-        states, index = self._states, list(slots)
-        states.h[:, index] = states.checkpoint_h[:, index]
-        states.conv[:, index] = states.checkpoint_conv[:, index]
-        states.bytes_moved += 2 * states.blob_bytes * len(index)
+        states = self._states
+        kept = (states.checkpoint_h, states.checkpoint_conv)
+        states.copy(kept, (states.h, states.conv), slots, slots)
+        states.bytes_moved += 2 * states.blob_bytes * len(slots)
 
 
 class Replay(_Checkpointed):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -9,6 +11,8 @@ from torch import Tensor
 
 from engine.pools.shapes import FLOAT32_BYTES, StatePoolShapes, VerifyPoolShapes
 from kernels.gdn.types import GdnState
+from kernels.moves.naive import MoveRows
+from kernels.moves.naive import move_rows as naive_move_rows
 
 
 class SsmStatePool:
@@ -25,7 +29,11 @@ class SsmStatePool:
     """
 
     def __init__(
-        self, shapes: StatePoolShapes, verify: VerifyPoolShapes, device: torch.device
+        self,
+        shapes: StatePoolShapes,
+        verify: VerifyPoolShapes,
+        device: torch.device,
+        move_rows: MoveRows = naive_move_rows,
     ) -> None:
         def zeros(shape: tuple[int, ...]) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=device)
@@ -41,6 +49,7 @@ class SsmStatePool:
         self.first_place = verify.first_place
         self.pending: npt.NDArray[np.int64] = np.zeros(shapes.h[1], np.int64)
         self.bytes_moved = 0
+        self._move_rows = move_rows
 
     def layer(self, index: int) -> GdnState:
         """Views of GDN layer number `index`, counted among GDN layers only."""
@@ -83,16 +92,28 @@ class SsmStatePool:
         """A new sequence takes the slot; its first row, row 0, sees the state as zero."""
         self.pending[slot] = 0
 
+    def copy(
+        self,
+        sources: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        src: Sequence[int],
+        dst: Sequence[int],
+    ) -> None:
+        """targets[i][:, dst] = sources[i][:, src]; the host does not wait for the device."""
+        index = torch.tensor((src, dst), dtype=torch.int64)
+        if self.h.device.type != "cpu":
+            index = index.pin_memory().to(self.h.device, non_blocking=True)
+        self._move_rows(sources, targets, index[0], index[1])
+
     def move(self, src: int, dst: int) -> None:
         """Copy all that belongs to the sequence in `src` into `dst`, which is lower."""
-        self.h[:, dst] = self.h[:, src]
-        self.conv[:, dst] = self.conv[:, src]
+        tensors = [self.h, self.conv]
         self.bytes_moved += 2 * self.blob_bytes
         rows = int(self.pending[src])
         if rows:
-            self.ring_inputs[:, dst, :rows] = self.ring_inputs[:, src, :rows]
-            self.ring_gates[:, dst, :rows] = self.ring_gates[:, src, :rows]
+            tensors += [self.ring_inputs[:, :, :rows], self.ring_gates[:, :, :rows]]
             self.bytes_moved += 2 * rows * self.ring_row_bytes
+        self.copy(tensors, tensors, [src], [dst])
         self.pending[dst] = rows
         self.pending[src] = 0
 

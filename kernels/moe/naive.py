@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from kernels.linear.naive import PlainLinear
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -19,6 +22,40 @@ class Expert:
     down: Linear
 
 
+class Experts(Protocol):
+    """E experts by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Expert: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """gate_up [E, 2 I, H], gate first, and down [E, H, I], for kernels that take all at once."""
+
+    gate_up: Tensor
+    down: Tensor
+
+    def __len__(self) -> int:
+        """E."""
+        return self.gate_up.shape[0]
+
+    def __getitem__(self, index: int, /) -> Expert:
+        """One of them, as views."""
+        return Expert(PlainLinear(self.gate_up[index]), PlainLinear(self.down[index]))
+
+
+def pack_each(
+    gate_up: Tensor, down: Tensor, pack_linear: Callable[[Tensor], Linear]
+) -> list[Expert]:
+    """gate_up [E, 2 I, H], down [E, H, I] -> E experts, each packed alone."""
+    return [
+        Expert(pack_linear(wide), pack_linear(narrow))
+        for wide, narrow in zip(gate_up, down, strict=True)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class MoeParams:
     """Router [H -> E], the experts, the shared expert and its gate [H -> 1].
@@ -27,7 +64,7 @@ class MoeParams:
     """
 
     router: Linear
-    experts: Sequence[Expert]
+    experts: Experts
     shared: Expert
     shared_gate: Linear
     top_k: int
@@ -35,8 +72,12 @@ class MoeParams:
 
 
 def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """logits [R, E] -> (weights [R, k] float32, ids [R, k]): softmax over all, then top-k."""
-    weights, chosen = torch.softmax(logits.float(), dim=-1).topk(top_k, dim=-1)
+    """logits [R, E] -> (weights [R, k] float32, ids [R, k]): softmax over all, then top-k.
+
+    The weights of float64 logits are float64.
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    weights, chosen = torch.softmax(wide, dim=-1).topk(top_k, dim=-1)
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, chosen

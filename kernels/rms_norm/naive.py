@@ -7,8 +7,11 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """x [..., H] any float -> same shape and dtype: x / sqrt(mean(x^2) + eps) * scale, in fp32."""
-    wide = x.float()
+    """x [..., H] any float -> same shape and dtype: x / sqrt(mean(x^2) + eps) * scale.
+
+    In float32, or in float64 when x is that.
+    """
+    wide = x if x.dtype == torch.float64 else x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (normed * scale).to(x.dtype)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,7 +13,9 @@ LARGEST = 1 << 24
 
 
 @triton.jit
-def _silu_mul(p_gate_up: Any, p_out: Any, stride: Any, width: Any, BLOCK: tl.constexpr) -> None:
+def _silu_mul(
+    p_gate_up: tl.tensor, p_out: tl.tensor, stride: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     o_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_column = o_column < width

@@ -1,0 +1,1 @@
+"""Copies of rows between slots: compaction, checkpoints and snapshots of recurrent state."""
