@@ -18,14 +18,17 @@ from engine.config import GRID, EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.grammar.loading import grammar_masks
+from engine.model.graphs import CudaCapture
 from engine.model.hybrid import HybridModel
 from engine.model.layers import rotary_bytes
 from engine.model.load import build_network, load_network
 from engine.pools.allocate import allocate_pools, pool_terms
+from engine.reserve.graphs import graph_buckets
 from engine.reserve.parameters import resident_bytes
 from engine.reserve.plan import checkpoint_tensors
 from engine.reserve.preflight import Preflight, preflight_reserve
 from engine.reserve.ssm_reserve import SpeculationPolicy
+from engine.reserve.terms import blocks_per_sequence
 from engine.runner import RowPhase, Segment
 from engine.weights.layout import WeightSource
 from engine.weights.loader import Progress as WeightProgress
@@ -118,9 +121,15 @@ def build_engine(
         )
     phase.done("weights", f"operators {ops.name}, head {getattr(network.lm_head, 'form', '?')}")
     threads = config.threads or torch.get_num_threads()
-    model = HybridModel(model_config, network, pools, ops, dtype, threads, policy.rollback)
+    # Kernels that are compiled for a shape want one width of block tables.
+    width = blocks_per_sequence(config) if ops.name == "triton" else 0
+    model = HybridModel(model_config, network, pools, ops, dtype, threads, policy.rollback, width)
     warm_up(model, config)
     phase.done("warm-up", f"{threads} threads")
+    if pools.buffers is not None:
+        buckets = graph_buckets(config.max_batch_size, policy.num_drafts, pools.buffers.rows)
+        model.capture(buckets, pools.buffers, CudaCapture(model.device))
+        phase.done("graphs", f"{len(buckets)} CUDA graphs")
     eos = model_config.eos_token_ids
     masks = grammar_masks(config.model_dir, model_config.vocab_size, eos)
     core = EngineCore(config, model, kv_blocks=found.kv_blocks, eos_ids=frozenset(eos), masks=masks)

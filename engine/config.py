@@ -26,7 +26,10 @@ class EngineConfig:
         memory_budget: bytes that the whole engine may take; what the ledger must fit into.
         kv_tokens: explicit size of the KV pool, or None to take what the budget leaves.
         threads: CPU threads at most.
-        kernels: `auto`, `naive` or `cpu`.
+        kernels: `auto`, `naive`, `cpu` or `triton`.
+        batch_invariant: products whose rows have the same bits at every batch size on a GPU too; on
+            a CPU they always have.
+        enforce_eager: no CUDA graphs.
         slot_compaction: move the highest survivor onto the lowest free slot at retirement.
         speculation: how to speculate, or None to plain-decode.
     """
@@ -42,5 +45,7 @@ class EngineConfig:
     kv_tokens: int | None = None
     threads: int = 0
     kernels: str = "auto"
+    batch_invariant: bool = False
+    enforce_eager: bool = False
     slot_compaction: bool = True
     speculation: PolicySettings | None = None

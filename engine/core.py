@@ -234,9 +234,10 @@ class EngineCore:
 
     def _forward(self, plan: StepPlan) -> ForwardResult:
         """One forward, or several side by side when the verify is wider than the row budget."""
-        parts = [self._runner.forward(plan.segments[cut]) for cut in forwards_of(plan)]
-        if len(parts) == 1:
-            return parts[0]
+        cuts = forwards_of(plan)
+        if len(cuts) == 1:
+            return self._runner.forward(plan.segments[cuts[0]])
+        parts = [_kept(self._runner.forward(plan.segments[cut])) for cut in cuts]
         return ForwardResult(
             torch.cat([part.logits for part in parts]), torch.cat([part.hidden for part in parts])
         )
@@ -320,3 +321,10 @@ class EngineCore:
                     f"{size - 1}",
                     param=param,
                 )
+
+
+def _kept(part: ForwardResult) -> ForwardResult:
+    """A result that outlives the next forward, which on a card may write to the same memory."""
+    if part.logits.device.type == "cpu":
+        return part
+    return ForwardResult(part.logits.clone(), part.hidden.clone())

@@ -58,6 +58,7 @@ class ForwardResult:
     """logits: [sum of logit_rows, vocabulary] float32, in the order of the segments.
 
     hidden: [rows, hidden] after the final norm, in the order of the rows (the drafter's input).
+    Both are good until the next forward.
     """
 
     logits: Tensor

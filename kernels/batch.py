@@ -11,7 +11,8 @@ from torch import Tensor
 class RaggedBatch:
     """R rows of S sequences, the rows of a sequence side by side; every tensor is int64.
 
-    The plain numbers are for the host, which must not wait for a device to learn them.
+    The plain numbers are for the host, which must not wait for a device to learn them. A sequence
+    with neither own nor pending rows is padding: nothing of it is read or written.
 
     Attributes:
         positions: [R] position of each row in its sequence.

@@ -67,6 +67,8 @@ def engine_config(settings: Settings, folder: str) -> tuple[EngineConfig, list[s
         kv_tokens=settings.memory.kv_tokens,
         threads=threads,
         kernels=settings.model.kernels,
+        batch_invariant=settings.model.batch_invariant,
+        enforce_eager=settings.model.enforce_eager,
         slot_compaction=not settings.speculation.pinned_slots,
         speculation=settings.speculation.policy(recurrent=model.gdn_layers > 0),
     )
@@ -93,13 +95,14 @@ def finish_config(
         notes.append(f"dtype auto is {dtype}")
     budget = config.memory_budget
     if budget is None:
-        total = _gpu_memory() if device == "cuda" else cpu_memory()
+        free, total = gpu_memory() if device == "cuda" else (None, cpu_memory())
         share = utilization or (GPU_UTILISATION if device == "cuda" else CPU_UTILISATION)
         budget = int(total * share)
-        notes.append(
-            f"memory-budget auto is {budget / _GIB:.2f} GiB, "
-            f"{share:g} of the {device}'s {total / _GIB:.2f} GiB"
-        )
+        why = f"{share:g} of the {device}'s {total / _GIB:.2f} GiB"
+        if free is not None and free < budget:
+            # Somebody else is on the card: their memory is no share of ours.
+            budget, why = free, f"all that is free; {why} would be {budget / _GIB:.2f} GiB"
+        notes.append(f"memory-budget auto is {budget / _GIB:.2f} GiB, {why}")
     return replace(config, device=device, dtype=dtype, memory_budget=budget), notes
 
 
@@ -116,10 +119,12 @@ def _pick_device(asked: str) -> str:
     return "cpu"
 
 
-def _gpu_memory() -> int:
+def gpu_memory() -> tuple[int, int]:
+    """Bytes that are free on the current CUDA device, and that it has."""
     import torch
 
-    return int(torch.cuda.mem_get_info()[1])
+    free, total = torch.cuda.mem_get_info()
+    return int(free), int(total)
 
 
 def cpu_memory() -> int:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.pools.rollback import RowLayout
 from engine.runner import RowPhase, Segment
+from engine.transfer import Int64 as Int64
+from engine.transfer import send
 from kernels.batch import RaggedBatch
-
-Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +26,44 @@ class StepInput:
     batch: RaggedBatch
 
 
+class StepArrays(NamedTuple):
+    """The index arrays of a step on the host, int64; the fields are those of StepInput."""
+
+    token_ids: Int64
+    logit_rows: Int64
+    positions: Int64
+    row_segment: Int64
+    row_start: Int64
+    starts: Int64
+    slots: Int64
+    committed: Int64
+    pending: Int64
+    ring_first: Int64
+    ring_rows: Int64
+    snapshots: Int64
+    first_key: Int64
+    chunked: Int64
+    block_tables: Int64
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest sequence."""
+        return int((self.row_start[1:] - self.row_start[:-1]).max())
+
+
 def is_verify(segment: Segment) -> bool:
     """Whether the segment has unverified rows."""
     return segment.committed < len(segment.token_ids)
 
 
-def step_input(
+def step_arrays(
     segments: Sequence[Segment],
     layouts: Sequence[RowLayout],
     pending: Int64,
     dummy_block: int,
-    device: torch.device,
     first_key: Int64 | None = None,
-) -> StepInput:
+    table_width: int = 0,
+) -> StepArrays:
     """Lay the segments' rows side by side.
 
     Args:
@@ -46,8 +71,8 @@ def step_input(
         layouts: what the GDN layers do with them, one per segment.
         pending: [slots + 1] rows in each slot's ring.
         dummy_block: pads the block tables.
-        device: of the result.
         first_key: [segments] oldest position that attention sees; all 0 when absent.
+        table_width: blocks of a table at least; kernels that are compiled for one width want it.
     """
     counts = np.array([len(s.token_ids) for s in segments], np.int64)
     row_start = np.zeros(len(segments) + 1, np.int64)
@@ -60,35 +85,55 @@ def step_input(
     logit_counts = np.array([s.logit_rows for s in segments], np.int64)
     # The last logit_rows rows of each segment.
     wanted = within >= (counts - logit_counts)[row_segment]
-    widest = max(len(s.block_table) for s in segments)
-    tables = np.array(
-        [s.block_table + (dummy_block,) * (widest - len(s.block_table)) for s in segments], np.int64
-    )
     token_ids = np.fromiter(
         (token for s in segments for token in s.token_ids), np.int64, count=rows
     )
-
-    on_host = device.type == "cpu"
-
-    def place(array: Int64) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if on_host else tensor.to(device)
-
-    batch = RaggedBatch(
-        positions=place(starts[row_segment] + within),
-        row_segment=place(row_segment),
-        row_start=place(row_start),
-        starts=place(starts),
-        slots=place(slots),
-        committed=place(np.array([x.committed for x in layouts], np.int64)),
-        pending=place(pending[slots]),
-        ring_first=place(np.array([x.ring_first for x in layouts], np.int64)),
-        ring_rows=place(np.array([x.ring_rows for x in layouts], np.int64)),
-        snapshots=place(np.array([x.snapshot for x in layouts], np.int64)),
-        first_key=place(np.zeros(len(segments), np.int64) if first_key is None else first_key),
-        chunked=place(np.array([s.phase is RowPhase.PREFILL for s in segments], np.int64)),
-        block_tables=place(tables),
-        longest=int(counts.max()),
-        prefills=any(s.phase is RowPhase.PREFILL for s in segments),
+    return StepArrays(
+        token_ids=token_ids,
+        logit_rows=np.flatnonzero(wanted),
+        positions=starts[row_segment] + within,
+        row_segment=row_segment,
+        row_start=row_start,
+        starts=starts,
+        slots=slots,
+        committed=np.array([x.committed for x in layouts], np.int64),
+        pending=pending[slots],
+        ring_first=np.array([x.ring_first for x in layouts], np.int64),
+        ring_rows=np.array([x.ring_rows for x in layouts], np.int64),
+        snapshots=np.array([x.snapshot for x in layouts], np.int64),
+        first_key=np.zeros(len(segments), np.int64) if first_key is None else first_key,
+        chunked=np.array([s.phase is RowPhase.PREFILL for s in segments], np.int64),
+        block_tables=_tables(segments, dummy_block, table_width),
     )
-    return StepInput(place(token_ids), place(np.flatnonzero(wanted)), batch)
+
+
+def step_input(
+    segments: Sequence[Segment],
+    layouts: Sequence[RowLayout],
+    pending: Int64,
+    dummy_block: int,
+    device: torch.device,
+    first_key: Int64 | None = None,
+    table_width: int = 0,
+) -> StepInput:
+    """The arrays of step_arrays on the device, in one copy."""
+    arrays = step_arrays(segments, layouts, pending, dummy_block, first_key, table_width)
+    return placed_input(send(device, *arrays), arrays.longest, bool(arrays.chunked.any()))
+
+
+def placed_input(tensors: Sequence[Tensor], longest: int, prefills: bool) -> StepInput:
+    """Tensors in the order of StepArrays, as a step."""
+    numbers: tuple[Any, ...] = (*tensors[2:], longest, prefills)
+    return StepInput(tensors[0], tensors[1], RaggedBatch(*numbers))
+
+
+def _tables(segments: Sequence[Segment], dummy_block: int, table_width: int) -> Int64:
+    widest = max(table_width, max(len(s.block_table) for s in segments))
+    if table_width:
+        tables = np.full((len(segments), widest), dummy_block, np.int64)
+        for row, segment in zip(tables, segments, strict=True):
+            row[: len(segment.block_table)] = segment.block_table
+        return tables
+    return np.array(
+        [s.block_table + (dummy_block,) * (widest - len(s.block_table)) for s in segments], np.int64
+    )

@@ -10,15 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.model.batching import StepInput, is_verify, step_input
+from engine.model.batching import StepInput, is_verify, placed_input, step_arrays, step_input
 from engine.model.drafter import Drafter
+from engine.model.graphs import Capture, StepGraphs
 from engine.model.layers import GdnMixer, Layer
 from engine.model.mtp import MtpHead
 from engine.model.threads import ThreadChooser
 from engine.pools.allocate import Pools
+from engine.pools.buffers import StepBuffers
 from engine.pools.kv import KvPool
 from engine.pools.rollback import Rollback, RowLayout, rollback_of
 from engine.pools.state import SsmStatePool
+from engine.reserve.graphs import Bucket
 from engine.reserve.ssm_reserve import SsmRollbackMode
 from engine.runner import (
     DraftRows,
@@ -29,6 +32,7 @@ from engine.runner import (
     Segment,
     Verified,
 )
+from engine.transfer import send
 from engine.weights.model_config import ModelConfig
 from kernels.ops import Linear, Ops
 
@@ -55,6 +59,7 @@ class HybridModel:
         dtype: of the activations.
         threads: CPU threads that a pass may use; see ThreadChooser.
         rollback: what becomes of rejected rows.
+        table_width: blocks of every block table, 0 for as many as a step needs.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class HybridModel:
         dtype: torch.dtype,
         threads: int,
         rollback: SsmRollbackMode = SsmRollbackMode.CARRY,
+        table_width: int = 0,
     ) -> None:
         self.config = config
         self.network = network
@@ -83,6 +89,8 @@ class HybridModel:
                 pools.drafter_log,
                 pools.kv.dummy_block,
             )
+        self.graphs: StepGraphs | None = None
+        self._table_width = table_width
         self._ops = ops
         self._dtype = dtype
         self._threads = ThreadChooser(threads)
@@ -114,12 +122,25 @@ class HybridModel:
         verified = [segment.slot for segment in segments if is_verify(segment)]
         if verified:
             self.rollback.before(verified)
-        step = step_input(segments, layouts, self.states.pending, self.kv.dummy_block, self.device)
+        arrays = step_arrays(
+            segments,
+            layouts,
+            self.states.pending,
+            self.kv.dummy_block,
+            table_width=self._table_width,
+        )
         prefills = any(segment.phase is RowPhase.PREFILL for segment in segments)
         try:
-            with self._timed_threads("prefill" if prefills else "decode", len(step.token_ids)):
-                hidden = self._trunk(step)
-                logits = self.network.lm_head(hidden[step.logit_rows])
+            if self.graphs is not None and all(s.phase is RowPhase.DECODE for s in segments):
+                result = self.graphs.replay(arrays)
+            else:
+                result = None
+            if result is None:
+                step = placed_input(send(self.device, *arrays), arrays.longest, prefills)
+                with self._timed_threads("prefill" if prefills else "decode", len(step.token_ids)):
+                    hidden = self._trunk(step)
+                    logits = self.network.lm_head(hidden[step.logit_rows])
+                result = ForwardResult(logits.float(), hidden)
         except Exception:
             if verified:
                 self.rollback.undo(verified)
@@ -128,7 +149,26 @@ class HybridModel:
         # Only now: a forward that raised midway must not fold its pending rows twice.
         for segment in segments:
             self.states.pending[segment.slot] = 0
-        return ForwardResult(logits.float(), hidden)
+        return result
+
+    @torch.inference_mode()
+    def capture(self, buckets: Sequence[Bucket], buffers: StepBuffers, capture: Capture) -> None:
+        """Record decode and verify steps of every bucket, and replay them from now on."""
+
+        def all_rows(step: StepInput) -> tuple[Tensor, Tensor]:
+            hidden = self._trunk(step)
+            return self.network.lm_head(hidden), hidden
+
+        graphs = StepGraphs(
+            buckets,
+            buffers,
+            all_rows,
+            capture,
+            dummy_slot=int(self.states.h.shape[1]) - 1,
+            dummy_block=self.kv.dummy_block,
+        )
+        graphs.capture_all()
+        self.graphs = graphs
 
     @torch.inference_mode()
     def accept(self, verified: Sequence[Verified]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.pools.buffers import StepBuffers
 from engine.pools.kv import KvPool
 from engine.pools.shapes import (
     StatePoolShapes,
@@ -18,8 +19,9 @@ from engine.pools.shapes import (
     verify_pool_shapes,
 )
 from engine.pools.state import SsmStatePool
+from engine.reserve.graphs import GRAPH_STATIC, uses_graphs
 from engine.reserve.ssm_reserve import SpeculationPolicy, SsmRollbackMode, mtp_slot_draft_capacity
-from engine.reserve.terms import allocated_terms
+from engine.reserve.terms import Speculation, allocated_terms, decode_rows
 from engine.reserve.verify_terms import (
     DRAFTER_LOG,
     REPLAY_RING,
@@ -34,11 +36,15 @@ from kernels.moves.naive import move_rows as naive_move_rows
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The tensors that sequences live in; drafter_log: see drafter_log_shape, 0 slots without."""
+    """The tensors that sequences live in; drafter_log: see drafter_log_shape, 0 slots without.
+
+    `buffers` are what captured steps read and write, where steps are captured.
+    """
 
     states: SsmStatePool
     kv: KvPool
     drafter_log: Tensor
+    buffers: StepBuffers | None = None
 
 
 def allocate_pools(
@@ -55,10 +61,15 @@ def allocate_pools(
     speculates = policy.num_drafts > 0
     pages = kv_pool_shapes(model, kv_blocks, with_mtp=speculates)
     log = drafter_log_shape(model, config.max_batch_size) if speculates else (0, 0, 0)
+    buffers: StepBuffers | None = None
+    if uses_graphs(config):
+        rows = decode_rows(config, Speculation(drafts=policy.num_drafts))
+        buffers = StepBuffers(model, config, rows, dtype, device)
     return Pools(
         SsmStatePool(slots, verify, device, move_rows),
         KvPool(pages, dtype, device),
         torch.zeros(log, dtype=dtype, device=device),
+        buffers,
     )
 
 
@@ -119,6 +130,8 @@ def pool_terms(
         kv_blocks=kv.blocks,
         rotary_bytes=rotary_bytes,
     )
+    if pools.buffers is not None:
+        terms[GRAPH_STATIC] = pools.buffers.nbytes
     if policy.num_drafts == 0:
         return terms
     terms[DRAFTER_LOG] = pools.drafter_log.nbytes

@@ -133,7 +133,7 @@ def packed_element_bytes(dtype: str, config: EngineConfig) -> int:
 
 def uses_cpu_kernels(config: EngineConfig) -> bool:
     """Whether the packed linears and the numba kernels run, and not the plain torch forms."""
-    return config.device == "cpu" and config.kernels != "naive"
+    return config.device == "cpu" and config.kernels in ("auto", "cpu")
 
 
 def _trunk(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

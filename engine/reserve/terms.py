@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from engine.config import GRID, EngineConfig
 from engine.errors import InvariantError
 from engine.pools.shapes import FLOAT32_BYTES, kv_pool_shapes, state_pool_shapes
+from engine.reserve.graphs import graph_terms
 from engine.reserve.ledger import LedgerTerm, TermKind
 from engine.reserve.parameters import element_bytes, uses_cpu_kernels
 from engine.weights.model_config import LayerKind, ModelConfig
@@ -110,6 +111,13 @@ def fixed_terms(
         _logits(model, config, speculation),
         _activations(model, config, speculation),
         _gdn_scratch(model, config),
+        *graph_terms(
+            model,
+            config,
+            speculation.drafts,
+            decode_rows(config, speculation),
+            _widest_row(model),
+        ),
         _headroom(model, config),
         LedgerTerm(
             BASELINE,
@@ -201,14 +209,14 @@ def _state_terms(
     )
 
 
-def _decode_rows(config: EngineConfig, speculation: Speculation) -> int:
-    """One row of every sequence, and the drafts that one forward may verify."""
+def decode_rows(config: EngineConfig, speculation: Speculation) -> int:
+    """Rows of one forward of decodes: one of every sequence, and the drafts that it may verify."""
     drafts = min(config.max_batch_size * speculation.drafts, VERIFY_ROWS)
     return config.max_batch_size + drafts
 
 
 def _logits(model: ModelConfig, config: EngineConfig, speculation: Speculation) -> LedgerTerm:
-    rows = _decode_rows(config, speculation)
+    rows = decode_rows(config, speculation)
     return LedgerTerm(
         LOGITS,
         LOGIT_COPIES * rows * model.vocab_size * FLOAT32_BYTES,
@@ -218,7 +226,7 @@ def _logits(model: ModelConfig, config: EngineConfig, speculation: Speculation) 
 
 
 def _activations(model: ModelConfig, config: EngineConfig, speculation: Speculation) -> LedgerTerm:
-    rows = config.max_prefill_tokens + _decode_rows(config, speculation)
+    rows = config.max_prefill_tokens + decode_rows(config, speculation)
     width = _widest_row(model)
     tables = config.max_batch_size * blocks_per_sequence(config) * 8
     return LedgerTerm(

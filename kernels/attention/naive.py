@@ -54,6 +54,8 @@ def attention_mixer(
     out = torch.empty(qkv.shape[0], heads * width, dtype=qkv.dtype, device=qkv.device)
     for s, (start, oldest) in enumerate(zip(starts, batch.first_key.tolist(), strict=True)):
         rows = slice(row_start[s], row_start[s + 1])
+        if rows.start == rows.stop:
+            continue
         end = start + row_start[s + 1] - row_start[s]
         table = batch.block_tables[s, : -(-end // page)]
         keys = pages.k[table].float().permute(1, 0, 3, 2).flatten(1, 2)[:, oldest:end]

@@ -104,6 +104,8 @@ def gdn_mixer(proj: Tensor, params: GdnParams, state: GdnState, batch: RaggedBat
     for s, values in enumerate(zip(*(f.tolist() for f in fields + kept), strict=True)):
         rows = slice(row_start[s], row_start[s + 1])
         part = _Part(*values)
+        if rows.start == rows.stop and not part.pending:
+            continue
         out[rows] = _one_sequence(proj[rows].float(), params, state, part).to(proj.dtype)
     return out
 

@@ -76,6 +76,23 @@ class ModelSettings(SettingsGroup):
             auto="the fastest that the device has",
         ),
     ] = "auto"
+    batch_invariant: Annotated[
+        bool,
+        Knob(
+            "Give a request bitwise the same tokens in any company and with speculation on a GPU "
+            "too, at some cost; on a CPU it is always so",
+            ("--batch-invariant",),
+            ("SPARK_BATCH_INVARIANT",),
+        ),
+    ] = False
+    enforce_eager: Annotated[
+        bool,
+        Knob(
+            "Launch every kernel one by one instead of replaying CUDA graphs, for debugging",
+            ("--enforce-eager",),
+            ("SPARK_ENFORCE_EAGER",),
+        ),
+    ] = False
     threads: Annotated[
         AutoInt,
         Knob(

@@ -37,6 +37,7 @@ def test_every_setting_arrives() -> None:
         *("--device", "cpu", "--dtype", "bfloat16", "--max-batch-size", "3", "--max-seq-len", "77"),
         *("--max-prefill-tokens", "200", "--max-waiting", "5", "--memory-budget", "1GiB"),
         *("--kv-tokens", "640", "--threads", "2", "--kernels", "naive"),
+        *("--batch-invariant", "--enforce-eager"),
     )
     assert config == EngineConfig(
         model_dir=TINY,
@@ -50,6 +51,8 @@ def test_every_setting_arrives() -> None:
         kv_tokens=640,
         threads=2,
         kernels="naive",
+        batch_invariant=True,
+        enforce_eager=True,
     )
     assert notes == []
     assert finish_config(config, None) == (config, [])
@@ -100,6 +103,25 @@ def test_the_budget_is_a_share_of_the_memory(
     assert notes[-1] == (
         f"memory-budget auto is {8 * expected:.2f} GiB, {expected:g} of the cpu's 8.00 GiB"
     )
+
+
+@pytest.mark.parametrize(
+    ("free", "share", "budget", "words"),
+    [
+        (139, None, 126, "126.00 GiB, 0.9 of the cuda's 140.00 GiB"),
+        (139, 0.5, 70, "70.00 GiB, 0.5 of the cuda's 140.00 GiB"),
+        (100, None, 100, "100.00 GiB, all that is free; 0.9 of the cuda's 140.00 GiB would be 126"),
+    ],
+)
+def test_the_budget_of_a_card_never_exceeds_what_is_free(
+    free: int, share: float | None, budget: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve, "_pick_device", lambda asked: "cuda")
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free * 2**30, 140 * 2**30))
+    config, notes = finish_config(EngineConfig("m", device="auto", dtype="auto"), share)
+    assert (config.device, config.dtype) == ("cuda", "bfloat16")
+    assert config.memory_budget == budget * 2**30
+    assert words in notes[-1]
 
 
 def test_a_control_group_bounds_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
