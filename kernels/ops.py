@@ -45,7 +45,7 @@ class Ops:
     moe_mlp: Callable[[Tensor, MoeParams, Callable[[Tensor], Tensor]], Tensor]
     top1: Callable[[Tensor], tuple[Tensor, Tensor]]
     move_rows: MoveRows
-    draft_chain: Callable[[ChainWeights, ChainStart, int], tuple[Tensor, Tensor]] | None
+    draft_chain: Callable[[ChainWeights, ChainStart], tuple[Tensor, Tensor]] | None
     limit_threads: Callable[[int], None]
 
 

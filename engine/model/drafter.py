@@ -8,7 +8,8 @@ copy of one row, and a gap costs context of the drafter, never correctness.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -22,8 +23,29 @@ from engine.runner import DraftRows, PlainRows, Proposal, RowPhase, Segment
 from kernels.draft_chain.types import ChainStart
 from kernels.ops import Linear
 
-# Above this many rows, packed products over all of them beat one row after the other.
-CHAIN_ROWS = 4
+
+@dataclass(frozen=True, slots=True)
+class _FirstPass:
+    """Rows of each sequence that the head has not seen: where they begin, and the token after each.
+
+    hidden: [all rows, H] in the activations' dtype.
+    """
+
+    begins: list[int]
+    tokens: list[tuple[int, ...]]
+    hidden: Tensor
+
+    def segments(self, rows: Sequence[DraftRows]) -> list[Segment]:
+        return [_segment(*each) for each in zip(rows, self.begins, self.tokens, strict=True)]
+
+    def row_start(self) -> Int64:
+        counts = [0, *(len(tokens) for tokens in self.tokens)]
+        return np.cumsum(np.array(counts, np.int64))
+
+    def positions(self) -> Int64:
+        row_start = self.row_start()
+        offsets = np.array(self.begins, np.int64) - row_start[:-1]
+        return np.arange(row_start[-1]) + np.repeat(offsets, np.diff(row_start))
 
 
 class _Cursors:
@@ -144,11 +166,10 @@ class Drafter:
 
     def _propose(self, rows: Sequence[DraftRows], hidden: Tensor) -> list[Proposal]:
         """One pass over all final rows that the head has not seen, then a row per further draft."""
-        segments, inputs = self._first_pass(rows, hidden)
-        first = self._step(segments, rows)
-        if self._chain is not None and _uniform(rows):
-            return self._chained(rows, first, inputs)
-        state, logits = self._run(first, inputs)
+        first = self._first_pass(rows, hidden)
+        if self._chain is not None:
+            return self._chained(rows, first)
+        state, logits = self._run(self._step(first.segments(rows), rows), first.hidden)
         tokens: list[list[int]] = [[] for _ in rows]
         logprobs: list[list[float]] = [[] for _ in rows]
         active = [i for i, entry in enumerate(rows) if entry.drafts]
@@ -169,34 +190,34 @@ class Drafter:
                 state, logits = self._run(step, state)
         return [Proposal(tuple(t), tuple(p)) for t, p in zip(tokens, logprobs, strict=True)]
 
-    def _chained(
-        self, rows: Sequence[DraftRows], first: StepInput, inputs: Tensor
-    ) -> list[Proposal]:
-        """All drafts of a few sequences in one call, which begins with the last row of each."""
+    def _chained(self, rows: Sequence[DraftRows], first: _FirstPass) -> list[Proposal]:
+        """Everything in one call, where the head is small enough."""
         assert self._chain is not None
         assert self._draft_chain is not None
-        batch = first.batch
-        last = batch.row_start[1:] - 1
-        if len(first.token_ids) > len(rows):
-            embedded = self._embed[first.token_ids].to(self._dtype)
-            self._head.write(embedded, inputs, batch)
+        depths = [entry.drafts for entry in rows]
         start = ChainStart(
-            first.token_ids[last],
-            inputs[last],
-            batch.positions[last],
-            batch.block_tables,
-            batch.first_key,
+            tokens=np.fromiter(chain.from_iterable(first.tokens), np.int64),
+            hidden=first.hidden,
+            positions=first.positions(),
+            row_start=first.row_start(),
+            block_tables=self._tables(rows),
+            first_key=self._cursors.first_key[[entry.slot for entry in rows]],
+            depths=np.array(depths, np.int64),
         )
-        ids, logprobs = self._draft_chain(self._chain, start, rows[0].drafts)
-        tokens, chances = ids.T.tolist(), logprobs.T.tolist()
-        return [Proposal(tuple(t), tuple(p)) for t, p in zip(tokens, chances, strict=True)]
+        ids, logprobs = self._draft_chain(self._chain, start)
+        found = zip(ids.T.tolist(), logprobs.T.tolist(), depths, strict=True)
+        return [Proposal(tuple(t[:depth]), tuple(p[:depth])) for t, p, depth in found]
 
-    def _first_pass(
-        self, rows: Sequence[DraftRows], hidden: Tensor
-    ) -> tuple[list[Segment], Tensor]:
-        """Remembered rows and new ones of every sequence, with their hidden states [n, H]."""
+    def _tables(self, rows: Sequence[DraftRows]) -> Int64:
+        widest = max(len(entry.block_table) for entry in rows)
+        padding = (self._dummy_block,) * widest
+        return np.array([(entry.block_table + padding)[:widest] for entry in rows], np.int64)
+
+    def _first_pass(self, rows: Sequence[DraftRows], hidden: Tensor) -> _FirstPass:
+        """Remembered rows and new ones of every sequence."""
         cursors = self._cursors
-        segments: list[Segment] = []
+        tokens: list[tuple[int, ...]] = []
+        begins: list[int] = []
         fresh_at: list[int] = []
         fresh_from: list[int] = []
         logged_at: list[int] = []
@@ -208,22 +229,27 @@ class Drafter:
             if written < logged:
                 cursors.first_key[slot] = logged
             begin = max(written, logged)
-            places = [p % LOG_ROWS for p in range(begin, end)]
-            logged_at += range(total, total + len(places))
-            logged_from += (slot * LOG_ROWS + place for place in places)
-            total += len(places)
-            fresh_at += range(total, total + len(entry.next_tokens))
-            fresh_from += range(entry.first_row, entry.first_row + len(entry.next_tokens))
-            total += len(entry.next_tokens)
-            backlog = tuple(int(t) for t in self._log_tokens[slot, places])
-            segments.append(_segment(entry, begin, backlog + entry.next_tokens))
+            own = entry.next_tokens
+            if begin < end:
+                places = [p % LOG_ROWS for p in range(begin, end)]
+                logged_at += range(total, total + len(places))
+                logged_from += (slot * LOG_ROWS + place for place in places)
+                total += len(places)
+                own = (*(int(t) for t in self._log_tokens[slot, places]), *own)
+            fresh = len(entry.next_tokens)
+            fresh_at += range(total, total + fresh)
+            fresh_from += range(entry.first_row, entry.first_row + fresh)
+            total += fresh
+            begins.append(begin)
+            tokens.append(own)
             for field in (cursors.end, cursors.written, cursors.logged):
-                field[slot] = entry.start + len(entry.next_tokens)
+                field[slot] = entry.start + fresh
+        if not logged_at:
+            return _FirstPass(begins, tokens, hidden[fresh_from].to(self._dtype))
         inputs = torch.empty((total, hidden.shape[1]), dtype=self._dtype, device=self.device)
-        inputs[fresh_at] = hidden[fresh_from]
-        if logged_at:
-            inputs[logged_at] = self.log.view(-1, hidden.shape[1])[logged_from]
-        return segments, inputs
+        inputs[fresh_at] = hidden[fresh_from].to(self._dtype)
+        inputs[logged_at] = self.log.view(-1, hidden.shape[1])[logged_from]
+        return _FirstPass(begins, tokens, inputs)
 
     def _step(self, segments: Sequence[Segment], rows: Sequence[DraftRows]) -> StepInput:
         layouts = [RowLayout(len(s.token_ids)) for s in segments]
@@ -249,12 +275,6 @@ class Drafter:
         embedded = self._embed[step.token_ids].to(self._dtype)
         out = self._head(embedded, inputs, step.batch, step.logit_rows)
         return out, self._lm_head(out).float() if len(out) else out
-
-
-def _uniform(rows: Sequence[DraftRows]) -> bool:
-    """Whether these are so few sequences, all equally deep, that a chain pays."""
-    depth = rows[0].drafts
-    return len(rows) <= CHAIN_ROWS and depth > 0 and all(e.drafts == depth for e in rows)
 
 
 def _segment(entry: DraftRows, start: int, tokens: tuple[int, ...]) -> Segment:

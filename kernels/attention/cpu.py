@@ -31,8 +31,113 @@ def _norm_rope(source: Any, scale: Any, cos: Any, sin: Any, eps: Any, out: Any) 
         out[half + i] = second * cos[i] + first * sin[i]
 
 
+@inline
+def write_row(
+    kv: Any,
+    k_norm: Any,
+    cos: Any,
+    sin: Any,
+    eps: Any,
+    position: Any,
+    table: Any,
+    pages_k: Any,
+    pages_v: Any,
+) -> None:
+    """Put one row's key and value, kv [2 nKV hd], into its sequence's pages; table [B] blocks."""
+    kv_heads, width, page = pages_k.shape[1], pages_k.shape[2], pages_k.shape[3]
+    block = table[position // page]
+    offset = position % page
+    key = np.empty(width, np.float32)
+    for g in range(kv_heads):
+        base = g * width
+        _norm_rope(kv[base : base + width], k_norm, cos[position], sin[position], eps, key)
+        for i in range(width):
+            pages_k[block, g, i, offset] = key[i]
+        base += kv_heads * width
+        for i in range(width):
+            pages_v[block, g, offset, i] = kv[base + i]
+
+
+@inline
+def attend_group(
+    qkv: Any,
+    g: Any,
+    q_norm: Any,
+    cos: Any,
+    sin: Any,
+    eps: Any,
+    position: Any,
+    table: Any,
+    oldest: Any,
+    pages_k: Any,
+    pages_v: Any,
+    out: Any,
+) -> None:
+    """Gated attention of one row's query heads that share key head `g`; out [nH hd]."""
+    kv_heads, width, page = pages_k.shape[1], pages_k.shape[2], pages_k.shape[3]
+    heads = out.shape[0] // width
+    group = heads // kv_heads
+    root = _ONE / np.sqrt(np.float32(width))
+    keys = position + 1
+    blocks = (keys + page - 1) // page
+    first_block = oldest // page
+    query = np.empty(width, np.float32)
+    scores = np.empty((blocks, page), np.float32)
+    mixed = np.empty(width, np.float32)
+    sums = np.empty(page, np.float32)
+    for member in range(group):
+        head = g * group + member
+        _norm_rope(
+            qkv[head * width : (head + 1) * width],
+            q_norm,
+            cos[position],
+            sin[position],
+            eps,
+            query,
+        )
+        best = np.float32(-np.inf)
+        for b in range(first_block, blocks):
+            tile = pages_k[table[b], g]
+            score = scores[b]
+            for j in range(page):
+                score[j] = _ZERO
+            for i in range(width):
+                weight = query[i] * root
+                key = tile[i]
+                for j in range(page):
+                    score[j] += weight * key[j]
+            seen = min(page, keys - b * page)
+            for j in range(max(0, oldest - b * page), seen):
+                best = max(best, score[j])
+        for j in range(page):
+            sums[j] = _ZERO
+        for i in range(width):
+            mixed[i] = _ZERO
+        for b in range(first_block, blocks):
+            tile_v = pages_v[table[b], g]
+            score = scores[b]
+            seen = min(page, keys - b * page)
+            skipped = max(0, oldest - b * page)
+            for j in range(skipped, seen):
+                score[j] = exp32(score[j] - best)
+                sums[j] += score[j]
+            for j in range(skipped, seen):
+                weight = score[j]
+                value = tile_v[j]
+                for i in range(width):
+                    mixed[i] += weight * value[i]
+        total = _ZERO
+        for j in range(page):
+            total += sums[j]
+        inverse = _ONE / total
+        base = head * width
+        gate_base = heads * width + base
+        for i in range(width):
+            out[base + i] = mixed[i] * inverse * sigmoid32(qkv[gate_base + i])
+
+
 @parallel_kernel
-def write_kv(
+def _write(
     qkv: Any,
     k_norm: Any,
     cos: Any,
@@ -44,26 +149,14 @@ def write_kv(
     pages_k: Any,
     pages_v: Any,
 ) -> None:
-    kv_heads, width, page = pages_k.shape[1], pages_k.shape[2], pages_k.shape[3]
-    rows = positions.shape[0]
-    kv_base = qkv.shape[1] - 2 * kv_heads * width
-    for r in prange(rows):
-        position = positions[r]
-        block = block_tables[row_segment[r], position // page]
-        offset = position % page
-        key = np.empty(width, np.float32)
-        for g in range(kv_heads):
-            base = kv_base + g * width
-            _norm_rope(qkv[r, base : base + width], k_norm, cos[position], sin[position], eps, key)
-            for i in range(width):
-                pages_k[block, g, i, offset] = key[i]
-            base += kv_heads * width
-            for i in range(width):
-                pages_v[block, g, offset, i] = qkv[r, base + i]
+    kv_base = qkv.shape[1] - 2 * pages_k.shape[1] * pages_k.shape[2]
+    for r in prange(positions.shape[0]):
+        table = block_tables[row_segment[r]]
+        write_row(qkv[r, kv_base:], k_norm, cos, sin, eps, positions[r], table, pages_k, pages_v)
 
 
 @parallel_kernel
-def attend(
+def _attend(
     qkv: Any,
     q_norm: Any,
     cos: Any,
@@ -77,73 +170,24 @@ def attend(
     pages_v: Any,
     out: Any,
 ) -> None:
-    kv_heads, width, page = pages_k.shape[1], pages_k.shape[2], pages_k.shape[3]
-    heads = out.shape[1] // width
-    group = heads // kv_heads
-    rows = positions.shape[0]
-    root = _ONE / np.sqrt(np.float32(width))
-    for item in prange(rows * kv_heads):
+    kv_heads = pages_k.shape[1]
+    for item in prange(positions.shape[0] * kv_heads):
         r = item // kv_heads
-        g = item % kv_heads
-        position = positions[r]
-        table = block_tables[row_segment[r]]
-        keys = position + 1
-        blocks = (keys + page - 1) // page
-        oldest = first_key[row_segment[r]]
-        first_block = oldest // page
-        query = np.empty(width, np.float32)
-        scores = np.empty((blocks, page), np.float32)
-        mixed = np.empty(width, np.float32)
-        sums = np.empty(page, np.float32)
-        for member in range(group):
-            head = g * group + member
-            _norm_rope(
-                qkv[r, head * width : (head + 1) * width],
-                q_norm,
-                cos[position],
-                sin[position],
-                eps,
-                query,
-            )
-            best = np.float32(-np.inf)
-            for b in range(first_block, blocks):
-                tile = pages_k[table[b], g]
-                score = scores[b]
-                for j in range(page):
-                    score[j] = _ZERO
-                for i in range(width):
-                    weight = query[i] * root
-                    key = tile[i]
-                    for j in range(page):
-                        score[j] += weight * key[j]
-                seen = min(page, keys - b * page)
-                for j in range(max(0, oldest - b * page), seen):
-                    best = max(best, score[j])
-            for j in range(page):
-                sums[j] = _ZERO
-            for i in range(width):
-                mixed[i] = _ZERO
-            for b in range(first_block, blocks):
-                tile_v = pages_v[table[b], g]
-                score = scores[b]
-                seen = min(page, keys - b * page)
-                skipped = max(0, oldest - b * page)
-                for j in range(skipped, seen):
-                    score[j] = exp32(score[j] - best)
-                    sums[j] += score[j]
-                for j in range(skipped, seen):
-                    weight = score[j]
-                    value = tile_v[j]
-                    for i in range(width):
-                        mixed[i] += weight * value[i]
-            total = _ZERO
-            for j in range(page):
-                total += sums[j]
-            inverse = _ONE / total
-            base = head * width
-            gate_base = heads * width + base
-            for i in range(width):
-                out[r, base + i] = mixed[i] * inverse * sigmoid32(qkv[r, gate_base + i])
+        owner = row_segment[r]
+        attend_group(
+            qkv[r],
+            item % kv_heads,
+            q_norm,
+            cos,
+            sin,
+            eps,
+            positions[r],
+            block_tables[owner],
+            first_key[owner],
+            pages_k,
+            pages_v,
+            out[r],
+        )
 
 
 def attention_mixer(
@@ -158,7 +202,7 @@ def attention_mixer(
     cos, sin, eps = host(params.cos), host(params.sin), np.float32(params.eps)
     tables = batch.block_tables.numpy()
     k, v = host(pages.k), host(pages.v)
-    write_kv(
+    _write(
         qkv.numpy(),
         host(params.k_norm),
         cos,
@@ -173,7 +217,7 @@ def attention_mixer(
     if wanted is not None:
         qkv, positions, owners = qkv[wanted], positions[wanted], owners[wanted]
     out = qkv.new_empty(qkv.shape[0], params.heads * params.head_dim)
-    attend(
+    _attend(
         qkv.numpy(),
         host(params.q_norm),
         cos,

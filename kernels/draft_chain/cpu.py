@@ -1,6 +1,7 @@
-"""The chain in numba: at one or two rows the calls of a pass cost more than its products.
+"""The chain in numba: for a few rows the calls of a pass cost more than its products.
 
-Sums are re-associated here, as nowhere else: a draft's bits decide nothing, the target verifies.
+Sequences are independent of each other, so each thread runs some of them from the first row to the
+last draft without waiting for another.
 """
 
 from __future__ import annotations
@@ -10,29 +11,16 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from numba import prange
 from torch import Tensor
 
-from kernels.attention.cpu import attend, write_kv
+from kernels.attention.cpu import attend_group, write_row
+from kernels.draft_chain.products import BLOCK, fast, products, wide
 from kernels.draft_chain.types import ChainStart, ChainWeights
-from kernels.jit import exp32, host, sigmoid32
-
-_fast = numba.njit(
-    cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"}, inline="never"
-)
+from kernels.jit import exp32, host, parallel_kernel, sigmoid32
 
 
-@_fast
-def _product(weight: Any, x: Any, out: Any) -> None:
-    """out [N] = weight [N, K] x [K]; the weight is bfloat16 seen as uint16."""
-    for n in range(weight.shape[0]):
-        row = weight[n]
-        total = np.float32(0.0)
-        for k in range(row.shape[0]):
-            total += np.uint32(np.uint32(row[k]) << np.uint32(16)).view(np.float32) * x[k]
-        out[n] = total
-
-
-@_fast
+@fast
 def _scaled(x: Any, scale: Any, eps: Any, out: Any) -> None:
     """out [H] = the norm of x [H]."""
     total = np.float32(0.0)
@@ -43,7 +31,7 @@ def _scaled(x: Any, scale: Any, eps: Any, out: Any) -> None:
         out[i] = x[i] * inverse * scale[i]
 
 
-@_fast
+@fast
 def _best(logits: Any) -> Any:
     """(most likely id, its log-probability) of logits [V]."""
     top = np.float32(-np.inf)
@@ -58,110 +46,231 @@ def _best(logits: Any) -> Any:
     return place, -np.log(total)
 
 
-@_fast
+@fast
+def _enter(
+    tokens: Any, hidden: Any, rows: Any, matrices: Any, scales: Any, eps: Any, residual: Any
+) -> None:
+    """residual [BLOCK, H] = fc over the norms of the embeddings and of hidden [BLOCK, H]."""
+    width = hidden.shape[1]
+    joined = np.zeros((BLOCK, 2 * width), np.float32)
+    embedded = np.empty(width, np.float32)
+    for r in range(rows):
+        source = matrices[0][tokens[r]]
+        for i in range(width):
+            embedded[i] = wide(source[i])
+        _scaled(embedded, scales[0], eps, joined[r, :width])
+        _scaled(hidden[r], scales[1], eps, joined[r, width:])
+    products(matrices[1], joined, rows, residual)
+
+
+@fast
+def _write_rows(
+    chosen: Any,
+    tokens: Any,
+    hidden: Any,
+    positions: Any,
+    owners: Any,
+    tables: Any,
+    matrices: Any,
+    scales: Any,
+    attention: Any,
+    eps: Any,
+) -> None:
+    """Leave keys and values of up to BLOCK rows of the first pass, whose indices are `chosen`."""
+    rows, width = chosen.shape[0], hidden.shape[1]
+    _, k_norm, cos, sin, pages_k, pages_v = attention
+    kv_width = 2 * pages_k.shape[1] * pages_k.shape[2]
+    qkv_weight = matrices[2]
+    own_tokens = np.zeros(BLOCK, np.int64)
+    own_hidden = np.zeros((BLOCK, width), np.float32)
+    for r in range(rows):
+        own_tokens[r] = tokens[chosen[r]]
+        own_hidden[r] = hidden[chosen[r]]
+    residual = np.empty((BLOCK, width), np.float32)
+    normed = np.zeros((BLOCK, width), np.float32)
+    _enter(own_tokens, own_hidden, rows, matrices, scales, eps, residual)
+    for r in range(rows):
+        _scaled(residual[r], scales[2], eps, normed[r])
+    kv = np.empty((BLOCK, kv_width), np.float32)
+    products(qkv_weight[qkv_weight.shape[0] - kv_width :], normed, rows, kv)
+    for r in range(rows):
+        row = chosen[r]
+        write_row(
+            kv[r], k_norm, cos, sin, eps, positions[row], tables[owners[row]], pages_k, pages_v
+        )
+
+
+@fast
+def _draft(
+    first: Any,
+    rows: Any,
+    last: Any,
+    tokens: Any,
+    hidden: Any,
+    positions: Any,
+    tables: Any,
+    first_key: Any,
+    depths: Any,
+    matrices: Any,
+    scales: Any,
+    attention: Any,
+    eps: Any,
+    ids: Any,
+    logprobs: Any,
+) -> None:
+    """Drafts of the sequences first .. first + rows - 1, beginning with the last row of each."""
+    _, _, qkv_weight, o, gate_up, down, head = matrices
+    q_norm, k_norm, cos, sin, pages_k, pages_v = attention
+    width, inner = hidden.shape[1], down.shape[1]
+    kv_base = qkv_weight.shape[0] - 2 * pages_k.shape[1] * pages_k.shape[2]
+    own_tokens = np.zeros(BLOCK, np.int64)
+    at = np.zeros(BLOCK, np.int64)
+    state = np.zeros((BLOCK, width), np.float32)
+    deepest = 0
+    for r in range(rows):
+        row = last[first + r]
+        own_tokens[r] = tokens[row]
+        at[r] = positions[row]
+        state[r] = hidden[row]
+        deepest = max(deepest, depths[first + r])
+    residual = np.empty((BLOCK, width), np.float32)
+    normed = np.zeros((BLOCK, width), np.float32)
+    added = np.empty((BLOCK, width), np.float32)
+    qkv = np.empty((BLOCK, qkv_weight.shape[0]), np.float32)
+    mixed = np.zeros((BLOCK, o.shape[1]), np.float32)
+    gates = np.empty((BLOCK, 2 * inner), np.float32)
+    # On its own: a product over a slice of columns would not be compiled to vectors.
+    acted = np.zeros((BLOCK, inner), np.float32)
+    logits = np.empty((BLOCK, head.shape[0]), np.float32)
+    for depth in range(deepest):
+        _enter(own_tokens, state, rows, matrices, scales, eps, residual)
+        for r in range(rows):
+            _scaled(residual[r], scales[2], eps, normed[r])
+        products(qkv_weight, normed, rows, qkv)
+        for r in range(rows):
+            s = first + r
+            if depth >= depths[s]:
+                continue  # its rows would lie behind its pages; what it computes is not read
+            table = tables[s]
+            write_row(qkv[r, kv_base:], k_norm, cos, sin, eps, at[r], table, pages_k, pages_v)
+            for group in range(pages_k.shape[1]):
+                attend_group(
+                    qkv[r],
+                    group,
+                    q_norm,
+                    cos,
+                    sin,
+                    eps,
+                    at[r],
+                    table,
+                    first_key[s],
+                    pages_k,
+                    pages_v,
+                    mixed[r],
+                )
+        products(o, mixed, rows, added)
+        for r in range(rows):
+            for i in range(width):
+                residual[r, i] += added[r, i]
+            _scaled(residual[r], scales[3], eps, normed[r])
+        products(gate_up, normed, rows, gates)
+        for r in range(rows):
+            for i in range(inner):
+                acted[r, i] = gates[r, i] * sigmoid32(gates[r, i]) * gates[r, inner + i]
+        products(down, acted, rows, added)
+        for r in range(rows):
+            for i in range(width):
+                residual[r, i] += added[r, i]
+            _scaled(residual[r], scales[4], eps, state[r])
+        products(head, state, rows, logits)
+        for r in range(rows):
+            place, logprob = _best(logits[r])
+            ids[depth, first + r] = place
+            logprobs[depth, first + r] = logprob
+            own_tokens[r] = place
+            at[r] += 1
+
+
+@parallel_kernel
 def _chain(
+    written: Any,
+    last: Any,
+    block: Any,
     tokens: Any,
     hidden: Any,
     positions: Any,
     owners: Any,
     tables: Any,
     first_key: Any,
-    embed: Any,
-    fc: Any,
-    qkv_weight: Any,
-    o: Any,
-    gate_up: Any,
-    down: Any,
-    head: Any,
-    norm_embedding: Any,
-    norm_hidden: Any,
-    input_norm: Any,
-    post_norm: Any,
-    norm: Any,
-    q_norm: Any,
-    k_norm: Any,
-    cos: Any,
-    sin: Any,
-    pages_k: Any,
-    pages_v: Any,
+    depths: Any,
+    matrices: Any,
+    scales: Any,
+    attention: Any,
     eps: Any,
     ids: Any,
     logprobs: Any,
 ) -> None:
-    rows, width = hidden.shape
-    inner = down.shape[1]
-    joined = np.empty(2 * width, np.float32)
-    normed = np.empty(width, np.float32)
-    residual = np.empty((rows, width), np.float32)
-    qkv = np.empty((rows, qkv_weight.shape[0]), np.float32)
-    mixed = np.empty((rows, o.shape[1]), np.float32)
-    added = np.empty(width, np.float32)
-    gates = np.empty(2 * inner, np.float32)
-    logits = np.empty(head.shape[0], np.float32)
-    for depth in range(ids.shape[0]):
-        for r in range(rows):
-            source = embed[tokens[r]]
-            for i in range(width):
-                added[i] = np.uint32(np.uint32(source[i]) << np.uint32(16)).view(np.float32)
-            _scaled(added, norm_embedding, eps, joined[:width])
-            _scaled(hidden[r], norm_hidden, eps, joined[width:])
-            _product(fc, joined, residual[r])
-            _scaled(residual[r], input_norm, eps, normed)
-            _product(qkv_weight, normed, qkv[r])
-        write_kv(qkv, k_norm, cos, sin, eps, positions, owners, tables, pages_k, pages_v)
-        attend(
-            qkv,
-            q_norm,
-            cos,
-            sin,
-            eps,
+    sequences = last.shape[0]
+    for b in prange((written.shape[0] + BLOCK - 1) // BLOCK):
+        _write_rows(
+            written[b * BLOCK : (b + 1) * BLOCK],
+            tokens,
+            hidden,
             positions,
             owners,
             tables,
-            first_key,
-            pages_k,
-            pages_v,
-            mixed,
+            matrices,
+            scales,
+            attention,
+            eps,
         )
-        for r in range(rows):
-            _product(o, mixed[r], added)
-            for i in range(width):
-                residual[r, i] += added[i]
-            _scaled(residual[r], post_norm, eps, normed)
-            _product(gate_up, normed, gates)
-            for i in range(inner):
-                gates[i] = gates[i] * sigmoid32(gates[i]) * gates[inner + i]
-            _product(down, gates[:inner], added)
-            for i in range(width):
-                residual[r, i] += added[i]
-            _scaled(residual[r], norm, eps, hidden[r])
-            _product(head, hidden[r], logits)
-            place, logprob = _best(logits)
-            ids[depth, r] = place
-            logprobs[depth, r] = logprob
-            tokens[r] = place
-            positions[r] += 1
+    for b in prange((sequences + block - 1) // block):
+        _draft(
+            b * block,
+            min(block, sequences - b * block),
+            last,
+            tokens,
+            hidden,
+            positions,
+            tables,
+            first_key,
+            depths,
+            matrices,
+            scales,
+            attention,
+            eps,
+            ids,
+            logprobs,
+        )
 
 
-def draft_chain(weights: ChainWeights, start: ChainStart, depth: int) -> tuple[Tensor, Tensor]:
+def draft_chain(weights: ChainWeights, start: ChainStart) -> tuple[Tensor, Tensor]:
     """As naive.draft_chain."""
-    rows = len(start.tokens)
-    ids = torch.empty((depth, rows), dtype=torch.int64)
-    logprobs = torch.empty((depth, rows))
+    sequences = len(start.depths)
+    last = start.row_start[1:] - 1
+    own = np.ones(len(start.tokens), np.bool_)
+    own[last[start.depths > 0]] = False
+    threads = numba.get_num_threads()
+    depth = int(start.depths.max())
+    ids = torch.zeros((depth, sequences), dtype=torch.int64)
+    logprobs = torch.zeros((depth, sequences))
     w, a = weights, weights.attention
-    matrices = (w.embed, w.fc, w.qkv, w.o, w.gate_up, w.down, w.head)
-    scales = (w.norm_embedding, w.norm_hidden, w.input_norm, w.post_norm, w.norm)
-    small = (a.q_norm, a.k_norm, a.cos, a.sin, w.pages.k, w.pages.v)
     _chain(
-        start.tokens.numpy().copy(),
-        start.hidden.numpy().copy(),
-        start.positions.numpy().copy(),
-        np.arange(rows),
-        start.block_tables.numpy(),
-        start.first_key.numpy(),
-        *(_stored(matrix) for matrix in matrices),
-        *(host(scale) for scale in scales),
-        *(host(tensor) for tensor in small),
+        np.flatnonzero(own),
+        last,
+        max(1, min(BLOCK, -(-sequences // threads))),
+        start.tokens,
+        start.hidden.numpy(),
+        start.positions,
+        np.repeat(np.arange(sequences), np.diff(start.row_start)),
+        start.block_tables,
+        start.first_key,
+        start.depths,
+        tuple(_stored(m) for m in (w.embed, w.fc, w.qkv, w.o, w.gate_up, w.down, w.head)),
+        tuple(
+            host(s) for s in (w.norm_embedding, w.norm_hidden, w.input_norm, w.post_norm, w.norm)
+        ),
+        tuple(host(t) for t in (a.q_norm, a.k_norm, a.cos, a.sin, w.pages.k, w.pages.v)),
         np.float32(a.eps),
         ids.numpy(),
         logprobs.numpy(),

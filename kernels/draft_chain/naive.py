@@ -2,55 +2,79 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.attention.naive import attention_mixer
 from kernels.batch import RaggedBatch
-from kernels.draft_chain.types import ChainStart, ChainWeights
+from kernels.draft_chain.types import ChainStart, ChainWeights, Int64
 from kernels.rms_norm.naive import join_norms, rms_norm
 from kernels.silu_mul.naive import silu_mul
 from kernels.top1.naive import top1
 
 
-def draft_chain(weights: ChainWeights, start: ChainStart, depth: int) -> tuple[Tensor, Tensor]:
-    """`depth` re-fed rows per sequence -> (tokens [depth, B], log-probabilities [depth, B])."""
-    w, eps = weights, weights.attention.eps
-    tokens, hidden, positions = start.tokens, start.hidden, start.positions
-    rows = torch.arange(len(tokens))
-    found = []
-    for _ in range(depth):
-        batch = _rows_of(start, positions, rows)
-        embedded = w.embed[tokens].float()
-        joined = join_norms(embedded, w.norm_embedding, hidden, w.norm_hidden, eps)
-        residual = joined @ w.fc.float().T
-        qkv = rms_norm(residual, w.input_norm, eps) @ w.qkv.float().T
-        residual = residual + attention_mixer(qkv, w.attention, w.pages, batch) @ w.o.float().T
-        mlp = silu_mul(rms_norm(residual, w.post_norm, eps) @ w.gate_up.float().T)
-        hidden = rms_norm(residual + mlp @ w.down.float().T, w.norm, eps)
-        tokens, logprobs = top1(hidden @ w.head.float().T)
-        found.append((tokens, logprobs))
-        positions = positions + 1
-    return torch.stack([t for t, _ in found]), torch.stack([p for _, p in found])
+def draft_chain(weights: ChainWeights, start: ChainStart) -> tuple[Tensor, Tensor]:
+    """Drafts of every sequence -> (tokens [D, B] int64, log-probabilities [D, B]).
+
+    D is the largest of `start.depths`; what lies beyond a sequence's own depth means nothing. Keys
+    and values are left by all rows and by all re-fed ones.
+    """
+    last = start.row_start[1:] - 1
+    owners = np.repeat(np.arange(len(start.depths)), np.diff(start.row_start))
+    _rows(weights, start, torch.from_numpy(start.tokens), start.hidden, start.positions, owners)
+    deepest = int(start.depths.max())
+    ids = torch.zeros(deepest, len(last), dtype=torch.int64)
+    logprobs = torch.zeros(deepest, len(last))
+    tokens, hidden = torch.from_numpy(start.tokens[last]), start.hidden[last]
+    for depth in range(deepest):
+        going = np.flatnonzero(start.depths > depth)
+        positions = start.positions[last[going]] + depth
+        refed = _rows(weights, start, tokens[going], hidden[going], positions, going)
+        tokens[going], hidden[going] = refed[0], refed[2]
+        ids[depth, going], logprobs[depth, going] = refed[0], refed[1]
+    return ids, logprobs
 
 
-def _rows_of(start: ChainStart, positions: Tensor, rows: Tensor) -> RaggedBatch:
-    """One row of each sequence; the GDN fields do not matter."""
-    nothing = torch.zeros_like(rows)
+def _rows(
+    w: ChainWeights,
+    start: ChainStart,
+    tokens: Tensor,
+    hidden: Tensor,
+    positions: Int64,
+    owners: Int64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of the sequences `owners` -> (best tokens, log-probabilities, hidden after the norm)."""
+    eps = w.attention.eps
+    joined = join_norms(w.embed[tokens].float(), w.norm_embedding, hidden, w.norm_hidden, eps)
+    residual = joined @ w.fc.float().T
+    qkv = rms_norm(residual, w.input_norm, eps) @ w.qkv.float().T
+    batch = _batch(start, positions, owners)
+    residual = residual + attention_mixer(qkv, w.attention, w.pages, batch) @ w.o.float().T
+    mlp = silu_mul(rms_norm(residual, w.post_norm, eps) @ w.gate_up.float().T)
+    after = rms_norm(residual + mlp @ w.down.float().T, w.norm, eps)
+    best, logprobs = top1(after @ w.head.float().T)
+    return best, logprobs, after
+
+
+def _batch(start: ChainStart, positions: Int64, owners: Int64) -> RaggedBatch:
+    """Every row as a sequence of its own, in order; the GDN fields do not matter."""
+    nothing = torch.zeros(len(owners), dtype=torch.int64)
+    where = torch.from_numpy(positions)
     return RaggedBatch(
-        positions=positions,
-        row_segment=rows,
-        row_start=torch.arange(len(rows) + 1),
-        starts=positions,
+        positions=where,
+        row_segment=torch.arange(len(owners)),
+        row_start=torch.arange(len(owners) + 1),
+        starts=where,
         slots=nothing,
         committed=nothing,
         pending=nothing,
         ring_first=nothing,
         ring_rows=nothing,
         snapshots=nothing,
-        first_key=start.first_key,
+        first_key=torch.from_numpy(start.first_key[owners]),
         chunked=nothing,
-        block_tables=start.block_tables,
+        block_tables=torch.from_numpy(start.block_tables[owners]),
         longest=1,
         prefills=False,
     )

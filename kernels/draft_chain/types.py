@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.attention.types import AttentionParams, KvPages
+
+Int64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +49,21 @@ class ChainWeights:
 
 @dataclass(frozen=True, slots=True)
 class ChainStart:
-    """B sequences, int64 unless said: the first re-fed row of each.
+    """R rows of B sequences, a sequence's side by side; the last of each is where drafts begin.
+
+    It lives on the host, and its index arrays are numpy's int64.
 
     Attributes:
-        tokens: [B] the draft before it; hidden: [B, H] float32 of that draft's row.
-        positions: [B] of the row.
+        tokens: [R] the token after each row; hidden: [R, H] float32 of the row.
+        positions: [R] of the rows; row_start: [B + 1] first row of each sequence, then R.
         block_tables: [B, T]; first_key: [B] see kernels.batch.
+        depths: [B] drafts of each sequence, at least one of them above 0.
     """
 
-    tokens: Tensor
+    tokens: Int64
     hidden: Tensor
-    positions: Tensor
-    block_tables: Tensor
-    first_key: Tensor
+    positions: Int64
+    row_start: Int64
+    block_tables: Int64
+    first_key: Int64
+    depths: Int64

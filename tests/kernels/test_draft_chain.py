@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numba
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -36,27 +38,56 @@ def weights(seed: int) -> ChainWeights:
         post_norm=scale(),
         norm=scale(),
         attention=attention_params(HEADS, KV_HEADS, DIM),
-        pages=kv_pages(12, KV_HEADS, DIM),
+        pages=kv_pages(36, KV_HEADS, DIM),
     )
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
-@pytest.mark.parametrize("first_key", [0, 50])
-def test_cpu_equals_naive(rows: int, first_key: int) -> None:
-    truth, fast = weights(1), weights(1)
-    start = ChainStart(
-        tokens=torch.arange(5, 5 + rows),
+def start_of(counts: list[int], depths: list[int], first_key: int) -> ChainStart:
+    """Sequences of `counts` rows, the last of them near the end of a page."""
+    last = [62, 130, 70, 61, 200, 127, 64, 65, 90][: len(counts)]
+    rows = sum(counts)
+    return ChainStart(
+        tokens=np.arange(5, 5 + rows) % VOCAB,
         hidden=torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(2)),
-        positions=torch.tensor([62, 130, 70])[:rows],
-        block_tables=torch.arange(4 * rows).view(rows, 4),
-        first_key=torch.full((rows,), first_key),
+        positions=np.concatenate(
+            [np.arange(end - n + 1, end + 1) for n, end in zip(counts, last, strict=True)]
+        ),
+        row_start=np.cumsum([0, *counts]),
+        block_tables=np.arange(4 * len(counts)).reshape(len(counts), 4),
+        first_key=np.full(len(counts), first_key),
+        depths=np.array(depths),
     )
-    before = (start.tokens.clone(), start.hidden.clone(), start.positions.clone())
-    ids, logprobs = naive.draft_chain(truth, start, 4)
-    got_ids, got_logprobs = cpu.draft_chain(fast, start, 4)
-    assert torch.equal(got_ids, ids)
-    torch.testing.assert_close(got_logprobs, logprobs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("first_key", [0, 50])
+@pytest.mark.parametrize(
+    ("counts", "depths"),
+    [
+        ([1], [4]),
+        ([1, 1], [3, 3]),
+        ([3, 1, 2], [4, 4, 4]),
+        ([1, 4, 2, 7], [2, 0, 4, 1]),
+        ([1, 2, 3, 4, 1, 2, 1, 1, 9], [3, 3, 2, 3, 0, 3, 1, 3, 3]),
+    ],
+)
+def test_cpu_equals_naive(
+    counts: list[int], depths: list[int], first_key: int, threads: int
+) -> None:
+    truth, fast = weights(1), weights(1)
+    start = start_of(counts, depths, first_key)
+    before = (start.tokens.copy(), start.hidden.clone(), start.positions.copy())
+    ids, logprobs = naive.draft_chain(truth, start)
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    try:
+        got_ids, got_logprobs = cpu.draft_chain(fast, start)
+    finally:
+        numba.set_num_threads(1)
+    meant = torch.arange(max(depths))[:, None] < torch.tensor(depths)
+    assert torch.equal(got_ids[meant], ids[meant])
+    torch.testing.assert_close(got_logprobs[meant], logprobs[meant], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(fast.pages.k, truth.pages.k, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(fast.pages.v, truth.pages.v, atol=1e-5, rtol=1e-4)
-    for tensor, was in zip((start.tokens, start.hidden, start.positions), before, strict=True):
-        assert torch.equal(tensor, was), "the start is the caller's"
+    assert np.array_equal(start.tokens, before[0]), "the start is the caller's"
+    assert torch.equal(start.hidden, before[1])
+    assert np.array_equal(start.positions, before[2])
