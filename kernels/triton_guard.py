@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from kernels.errors import UnsupportedKernelError
@@ -15,6 +18,18 @@ DTYPE_NAMES = "float32, bfloat16 and float16"
 def runs_on(device: torch.device) -> bool:
     """Whether Triton kernels run there: on CUDA, and anywhere under its interpreter."""
     return device.type == "cuda" or bool(triton.knobs.runtime.interpret)
+
+
+def dot_dtype(dtype: torch.dtype) -> Any:
+    """The Triton dtype of both sides of a product of tensors of `dtype`.
+
+    The interpreter keeps bfloat16 as integers and would multiply these: float32 there.
+    """
+    if triton.knobs.runtime.interpret:
+        return tl.float32
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[
+        dtype
+    ]
 
 
 def guard(operator: str, x: Tensor, size: int, largest: int, what: str) -> None:
