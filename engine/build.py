@@ -24,10 +24,8 @@ from engine.model.layers import rotary_bytes
 from engine.model.load import build_network, load_network
 from engine.pools.allocate import allocate_pools, pool_terms
 from engine.reserve.graphs import graph_buckets
-from engine.reserve.parameters import resident_bytes
-from engine.reserve.plan import checkpoint_tensors
-from engine.reserve.preflight import Preflight, preflight_reserve
-from engine.reserve.ssm_reserve import SpeculationPolicy
+from engine.reserve.preflight import Preflight
+from engine.reserve.start import preflight_of, reserve_policy
 from engine.reserve.terms import blocks_per_sequence
 from engine.runner import RowPhase, Segment
 from engine.weights.layout import WeightSource
@@ -93,7 +91,7 @@ def build_engine(
     folder = Path(config.model_dir)
     model_config = load_config(folder)
     ops = choose_ops(config)
-    found = _preflight(folder, model_config, config)
+    found = preflight_of(config, model_config, from_files=source is None)
     phase.done("preflight", f"{found.kv_blocks} KV blocks of {GRID} tokens")
 
     dtype = DTYPES[config.dtype]
@@ -165,31 +163,6 @@ def warm_up(model: HybridModel, config: EngineConfig) -> None:
     token = Segment(dummy_slot, rows, (0,), RowPhase.DECODE, 1, (dummy, dummy), 1)
     model.forward([prompt])
     model.forward([token])
-
-
-def _preflight(folder: Path, model: ModelConfig, config: EngineConfig) -> Preflight:
-    if config.memory_budget is None:
-        raise ConfigError("the memory budget is not resolved")
-    policy = reserve_policy(config)
-    with_mtp = policy.num_drafts > 0
-    if with_mtp and model.mtp_layers == 0:
-        raise ConfigError(
-            f"--speculative needs a drafter and {folder} has no mtp.* tensors; "
-            "leave --speculative out or serve a checkpoint with its MTP head"
-        )
-    weights = resident_bytes(checkpoint_tensors(folder, model), model, config, with_mtp=with_mtp)
-    return preflight_reserve(
-        model,
-        config,
-        budget=config.memory_budget,
-        weights_bytes=weights,
-        policy=policy,
-    )
-
-
-def reserve_policy(config: EngineConfig) -> SpeculationPolicy:
-    """What the ledger and the pools must know of speculation; no drafts when it is off."""
-    return config.speculation.reserve if config.speculation else SpeculationPolicy(0)
 
 
 class _Phases:

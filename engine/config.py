@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.reserve.memory import DeviceMemory
 from engine.speculation.policy import PolicySettings
 
 # One grid for all that must line up: prefill chunks end on it (the chunked GDN algorithm is bitwise
@@ -24,6 +25,7 @@ class EngineConfig:
         max_prefill_tokens: prompt rows that one step may carry; a multiple of GRID.
         max_waiting: requests that may queue before a new one is refused.
         memory_budget: bytes that the whole engine may take; what the ledger must fit into.
+        device_memory: what the device has and can give, to say in a refusal; None if not known.
         kv_tokens: explicit size of the KV pool, or None to take what the budget leaves.
         threads: CPU threads at most.
         kernels: `auto`, `naive`, `cpu` or `triton`.
@@ -42,6 +44,7 @@ class EngineConfig:
     max_prefill_tokens: int = 512
     max_waiting: int = 1024
     memory_budget: int | None = None
+    device_memory: DeviceMemory | None = None
     kv_tokens: int | None = None
     threads: int = 0
     kernels: str = "auto"

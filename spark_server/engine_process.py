@@ -212,7 +212,7 @@ def _start(launch: Launch, send: Send) -> Core:
     module, _, name = launch.factory.partition(":")
     factory: Factory = getattr(importlib.import_module(module), name)
     send(Phase("imports", time.perf_counter() - began))
-    config, notes = finish_config(launch.config, launch.utilization)
+    config, notes = finish_config(launch.config, launch.utilization, launch.host_reserve)
     for note in notes:
         send(Note(note))
 

@@ -6,26 +6,25 @@ The first half runs in the API process without torch, the second in the engine p
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from engine.config import GRID, EngineConfig
 from engine.errors import ConfigError
-from engine.reserve.preflight import CPU_UTILISATION, GPU_UTILISATION
+from engine.reserve.memory import DeviceMemory, gpu_memory, host_memory, memory_budget
+from engine.reserve.sizes import format_bytes
+from engine.reserve.start import preflight_of, served_tensors
+from engine.reserve.terms import CUDA_CONTEXT
 from engine.weights.model_config import load_config
 
 if TYPE_CHECKING:  # the engine process comes here too and has no use for pydantic
     from spark_server.settings import Settings
 
 DEFAULT_SEQ_LEN = 4096
-_GIB = 2**30
-_CGROUP_LIMITS = (
-    "/sys/fs/cgroup/memory.max",
-    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-)
+# One of these is there wherever CUDA can work on Linux: a card, WSL, or an integrated GPU.
+_GPU_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvmap")
 
 
 def engine_config(settings: Settings, folder: str) -> tuple[EngineConfig, list[str]]:
@@ -76,12 +75,16 @@ def engine_config(settings: Settings, folder: str) -> tuple[EngineConfig, list[s
 
 
 def finish_config(
-    config: EngineConfig, utilization: float | None
+    config: EngineConfig, utilization: float | None = None, host_reserve: int | None = None
 ) -> tuple[EngineConfig, list[str]]:
     """Resolve device, dtype and memory budget on the machine at hand; imports torch if it must.
 
+    Args:
+        utilization: share of the device's memory, None for the device's default.
+        host_reserve: bytes kept free in memory that the host uses too, None for the default.
+
     Raises:
-        ConfigError: `--device cuda` without a usable GPU.
+        ConfigError: `--device cuda` without a usable GPU, or a budget that cannot be had.
     """
     notes: list[str] = []
     device = config.device
@@ -93,17 +96,39 @@ def finish_config(
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
         notes.append(f"dtype auto is {dtype}")
-    budget = config.memory_budget
-    if budget is None:
-        free, total = gpu_memory() if device == "cuda" else (None, cpu_memory())
-        share = utilization or (GPU_UTILISATION if device == "cuda" else CPU_UTILISATION)
-        budget = int(total * share)
-        why = f"{share:g} of the {device}'s {total / _GIB:.2f} GiB"
-        if free is not None and free < budget:
-            # Somebody else is on the card: their memory is no share of ours.
-            budget, why = free, f"all that is free; {why} would be {budget / _GIB:.2f} GiB"
-        notes.append(f"memory-budget auto is {budget / _GIB:.2f} GiB, {why}")
-    return replace(config, device=device, dtype=dtype, memory_budget=budget), notes
+    memory = _gpu_memory(host_reserve) if device == "cuda" else host_memory(host_reserve)
+    budget = memory_budget(memory, utilization, config.memory_budget)
+    if config.memory_budget is None:
+        notes.append(f"memory-budget auto is {format_bytes(budget.bytes)}, {budget.why}")
+    finished = replace(
+        config, device=device, dtype=dtype, memory_budget=budget.bytes, device_memory=memory
+    )
+    return finished, notes
+
+
+def check_early(
+    config: EngineConfig, utilization: float | None = None, host_reserve: int | None = None
+) -> None:
+    """Refuse what needs no torch to be refused, before a process is started.
+
+    The files of the checkpoint always; on a CPU what does not fit too. The engine process measures
+    again.
+
+    Raises:
+        ModelFormatError: a file of the checkpoint is missing or corrupt.
+        ConfigError, DoesNotFitError: the settings cannot work.
+    """
+    if config.device == "auto" and not _gpu_possible():
+        config = replace(config, device="cpu")
+    if config.device == "cpu":
+        finished, _ = finish_config(config, utilization, host_reserve)
+        preflight_of(finished, load_config(Path(config.model_dir)))
+    else:
+        served_tensors(Path(config.model_dir))
+
+
+def _gpu_possible() -> bool:
+    return sys.platform != "linux" or any(Path(node).exists() for node in _GPU_NODES)
 
 
 def _pick_device(asked: str) -> str:
@@ -119,22 +144,15 @@ def _pick_device(asked: str) -> str:
     return "cpu"
 
 
-def gpu_memory() -> tuple[int, int]:
-    """Bytes that are free on the current CUDA device, and that it has."""
+def _gpu_memory(host_reserve: int | None) -> DeviceMemory:
     import torch
 
     free, total = torch.cuda.mem_get_info()
-    return int(free), int(total)
-
-
-def cpu_memory() -> int:
-    """Bytes that this process could have: the machine's memory or its control group's limit."""
-    total = int(psutil.virtual_memory().total)
-    for path in _CGROUP_LIMITS:
-        try:
-            limit = Path(path).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if limit.isdigit():
-            total = min(total, int(limit))
-    return total
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return gpu_memory(
+        int(free),
+        int(total),
+        host_memory(host_reserve),
+        integrated=bool(getattr(properties, "is_integrated", False)),
+        own_context=CUDA_CONTEXT,
+    )

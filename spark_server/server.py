@@ -30,7 +30,7 @@ from spark_server.http_metrics import HttpMetrics
 from spark_server.logging import setup_logging
 from spark_server.metrics import Metrics
 from spark_server.model_source import ModelSource, locate_model
-from spark_server.resolve import engine_config
+from spark_server.resolve import check_early, engine_config
 from spark_server.settings import Settings, load_settings, read_api_keys
 from spark_server.wire import Launch, Ready
 
@@ -119,6 +119,8 @@ def serve(
 
 def _launch(settings: Settings, source: ModelSource, factory: str) -> tuple[Launch, list[str]]:
     config, notes = engine_config(settings, source.folder)
+    share, reserve = settings.memory.gpu_memory_utilization, settings.memory.host_reserve
+    check_early(config, share, reserve)
     name = settings.model.served_model_name or source.name
     return (
         Launch(
@@ -127,7 +129,8 @@ def _launch(settings: Settings, source: ModelSource, factory: str) -> tuple[Laun
             events="",
             config=config,
             model_id=name,
-            utilization=settings.memory.gpu_memory_utilization,
+            utilization=share,
+            host_reserve=reserve,
             log_level=settings.logging.log_level,
         ),
         notes,

@@ -23,6 +23,7 @@ class Launch(msgspec.Struct, frozen=True):
         events: endpoint to which the engine sends.
         config: may still say `auto` for device, dtype and budget.
         utilization: share of the device's memory that the engine may take, or None for the default.
+        host_reserve: bytes kept free in memory that the host uses too, or None for the default.
         model_id: the name under which clients know the model.
     """
 
@@ -32,6 +33,7 @@ class Launch(msgspec.Struct, frozen=True):
     config: EngineConfig
     model_id: str
     utilization: float | None = None
+    host_reserve: int | None = None
     log_level: str = "info"
 
 

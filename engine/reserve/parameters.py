@@ -98,26 +98,57 @@ def resident_bytes(
     *,
     with_mtp: bool,
 ) -> int:
-    """Bytes of the loaded network: an upper bound for bfloat16 checkpoints on a CPU, else exact.
+    """Bytes of the loaded network: an upper bound for bfloat16 checkpoints on a CPU, else exact."""
+    parts = resident_parts(tensors, model, config, with_mtp=with_mtp)
+    return sum(part.nbytes for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentPart:
+    """Numbers of one kind and width in memory."""
+
+    what: str
+    elements: int
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of them."""
+        return self.elements * self.width
+
+
+def resident_parts(
+    tensors: Iterable[StoredTensor],
+    model: ModelConfig,
+    config: EngineConfig,
+    *,
+    with_mtp: bool,
+) -> tuple[ResidentPart, ...]:
+    """What the loaded network is made of.
 
     Embeddings keep their dtype and a tied lm_head is packed beside them; norms, gates and
     convolutions are float32; matrices take what `packed_element_bytes` says.
     """
-    total = 0
+    counts: dict[tuple[str, int], int] = {}
+
+    def add(what: str, elements: int, width: int) -> None:
+        counts[what, width] = counts.get((what, width), 0) + elements
+
     for tensor in tensors:
         if tensor.name.startswith("mtp.") and not with_mtp:
             continue
         if tensor.name.endswith("embed_tokens.weight"):
-            total += tensor.nbytes
+            add("embeddings", tensor.elements, element_bytes(tensor.dtype))
             if model.tie_word_embeddings:
-                total += tensor.elements * packed_element_bytes(tensor.dtype, config)
+                width = packed_element_bytes(tensor.dtype, config)
+                add("packed matrices", tensor.elements, width)
         elif tensor.name == "lm_head.weight" and model.tie_word_embeddings:
             continue
         elif len(tensor.shape) < 2 or tensor.name.endswith("conv1d.weight"):
-            total += tensor.elements * 4
+            add("norms, gates and convolutions", tensor.elements, 4)
         else:
-            total += tensor.elements * packed_element_bytes(tensor.dtype, config)
-    return total
+            add("packed matrices", tensor.elements, packed_element_bytes(tensor.dtype, config))
+    return tuple(ResidentPart(what, n, width) for (what, width), n in counts.items())
 
 
 def packed_element_bytes(dtype: str, config: EngineConfig) -> int:

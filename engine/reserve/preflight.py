@@ -12,6 +12,7 @@ from typing import Any
 from engine.config import GRID, EngineConfig
 from engine.errors import ConfigError, DoesNotFitError
 from engine.reserve.ledger import LedgerTerm, MemoryLedger
+from engine.reserve.memory import DeviceMemory
 from engine.reserve.sizes import format_bytes
 from engine.reserve.ssm_reserve import SpeculationPolicy
 from engine.reserve.terms import (
@@ -27,8 +28,6 @@ from engine.weights.model_config import ModelConfig
 # Terms of other owners, such as snapshots: a search varies the configuration, and they follow.
 FurtherTerms = Callable[[EngineConfig], tuple[LedgerTerm, ...]]
 
-CPU_UTILISATION = 0.5
-GPU_UTILISATION = 0.9
 _MIB = 2**20
 
 
@@ -65,8 +64,15 @@ class Preflight:
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
-    """All inputs of one preflight but the settings that the search varies."""
+class ReserveCase:
+    """All inputs of one preflight but the settings that a search varies.
+
+    Attributes:
+        model: shapes.
+        weights_bytes: of the network in memory, see `parameters.resident_bytes`.
+        policy: of speculation.
+        further: terms of other owners.
+    """
 
     model: ModelConfig
     weights_bytes: int
@@ -75,9 +81,11 @@ class _Case:
 
     @property
     def with_mtp(self) -> bool:
+        """The drafter runs and has a KV layer."""
         return self.policy.num_drafts > 0
 
     def ledger(self, config: EngineConfig, blocks: int) -> MemoryLedger:
+        """Every term with a KV pool of `blocks` blocks."""
         drafts, slots = self.policy.num_drafts, self.policy.ring_slots(config.max_batch_size)
         speculation = Speculation(self.with_mtp, drafts, slots)
         return MemoryLedger(
@@ -91,34 +99,11 @@ class _Case:
 
     def needed(self, config: EngineConfig) -> int:
         """Bytes with the smallest KV pool that is allowed; rises with batch and length."""
-        return self.ledger(config, _fewest_blocks(config)).total
+        return self.least(config).total
 
-
-def device_budget(
-    total_bytes: int,
-    utilisation: float | None = None,
-    *,
-    device: str,
-    memory_budget: int | None = None,
-) -> int:
-    """Bytes that the engine may take of a device that has `total_bytes`.
-
-    An explicit `memory_budget` wins; else the share `utilisation`, by default 0.5 of a CPU's
-    memory, which others use too, and 0.9 of a GPU's.
-
-    Raises:
-        ConfigError: a share that is not above 0 and at most 1.
-    """
-    if memory_budget is not None:
-        return memory_budget
-    share = utilisation
-    if share is None:
-        share = GPU_UTILISATION if device == "cuda" else CPU_UTILISATION
-    if not 0 < share <= 1:
-        raise ConfigError(
-            f"--gpu-memory-utilization {share:g} is not a share; use more than 0 and at most 1"
-        )
-    return int(total_bytes * share)
+    def least(self, config: EngineConfig) -> MemoryLedger:
+        """The ledger with the smallest KV pool that is allowed."""
+        return self.ledger(config, fewest_blocks(config))
 
 
 def preflight_reserve(
@@ -128,7 +113,7 @@ def preflight_reserve(
     budget: int,
     weights_bytes: int,
     policy: SpeculationPolicy | None = None,
-    device_memory: int | None = None,
+    memory: DeviceMemory | None = None,
     further: FurtherTerms = lambda config: (),
 ) -> Preflight:
     """Every byte that the engine will take, and the KV pool that the rest of the budget pays for.
@@ -142,7 +127,7 @@ def preflight_reserve(
         budget: bytes in all.
         weights_bytes: of the network in memory, see `parameters.resident_bytes`.
         policy: of speculation, None for none; with drafts the drafter runs and has a KV layer.
-        device_memory: bytes of the device, to name a utilisation that would fit.
+        memory: of the device, to name budgets and shares that it can really give.
         further: terms of other owners for a configuration, such as snapshots.
 
     Raises:
@@ -150,11 +135,11 @@ def preflight_reserve(
             names the largest term, both numbers, and the nearest settings that fit.
         ConfigError: `kv_tokens` holds less than one sequence.
     """
-    case = _Case(model, weights_bytes, policy or SpeculationPolicy(), further)
+    case = ReserveCase(model, weights_bytes, policy or SpeculationPolicy(), further)
     _check_kv_tokens(config)
     if case.needed(config) > budget:
-        raise DoesNotFitError(_refusal(case, config, budget, device_memory))
-    blocks = _fewest_blocks(config)
+        raise DoesNotFitError(_refusal(case, config, budget, memory))
+    blocks = fewest_blocks(config)
     if config.kv_tokens is None:
         block = kv_block_bytes(model, config, with_mtp=case.with_mtp)
         blocks = _most_blocks(config, budget - case.ledger(config, 0).total, block)
@@ -162,7 +147,8 @@ def preflight_reserve(
     return Preflight(ledger, blocks, budget, budget - ledger.total)
 
 
-def _fewest_blocks(config: EngineConfig) -> int:
+def fewest_blocks(config: EngineConfig) -> int:
+    """Blocks of the smallest KV pool that is allowed: one sequence's, or as many as were asked."""
     if config.kv_tokens is not None:
         return -(-config.kv_tokens // GRID)
     return blocks_per_sequence(config)
@@ -178,26 +164,28 @@ def _most_blocks(config: EngineConfig, left: int, block: int) -> int:
 
 
 def _check_kv_tokens(config: EngineConfig) -> None:
-    if config.kv_tokens is not None and _fewest_blocks(config) < blocks_per_sequence(config):
+    if config.kv_tokens is not None and fewest_blocks(config) < blocks_per_sequence(config):
         raise ConfigError(
             f"--kv-tokens {config.kv_tokens} is less than one sequence of --max-seq-len "
             f"{config.max_seq_len}; raise the first or lower the second"
         )
 
 
-def _refusal(case: _Case, config: EngineConfig, budget: int, device_memory: int | None) -> str:
-    ledger = case.ledger(config, _fewest_blocks(config))
-    largest = ledger.largest()
+def _refusal(
+    case: ReserveCase, config: EngineConfig, budget: int, memory: DeviceMemory | None
+) -> str:
+    ledger = case.least(config)
+    most = ledger.largest()
     text = (
         f"the model needs {ledger.total} bytes ({format_bytes(ledger.total)}) and the budget is "
-        f"{budget} bytes ({format_bytes(budget)}); the largest term is {largest.name} with "
-        f"{format_bytes(largest.bytes)} ({largest.why}); what would fit: "
+        f"{budget} bytes ({format_bytes(budget)}); the largest term is {most.name} with "
+        f"{format_bytes(most.bytes)} ({most.why}); what would fit: "
     )
-    return text + "; ".join(_ways_out(case, config, budget, device_memory))
+    return text + "; ".join(_ways_out(case, config, budget, memory))
 
 
 def _ways_out(
-    case: _Case, config: EngineConfig, budget: int, device_memory: int | None
+    case: ReserveCase, config: EngineConfig, budget: int, memory: DeviceMemory | None
 ) -> list[str]:
     """The nearest settings that fit, one at a time, found through the same ledger."""
     ways = []
@@ -205,11 +193,11 @@ def _ways_out(
     def fits(trial: EngineConfig) -> bool:
         return case.needed(trial) <= budget
 
-    batch = _largest(config.max_batch_size, 1, lambda n: fits(replace(config, max_batch_size=n)))
+    batch = largest(config.max_batch_size, 1, lambda n: fits(replace(config, max_batch_size=n)))
     if batch is not None:
         ways.append(f"--max-batch-size {batch} at this length")
     blocks = blocks_per_sequence(config) - 1
-    length = _largest(blocks, 1, lambda n: fits(replace(config, max_seq_len=n * GRID)))
+    length = largest(blocks, 1, lambda n: fits(replace(config, max_seq_len=n * GRID)))
     if length is not None and config.kv_tokens is None:
         ways.append(f"--max-seq-len {length * GRID} at this batch size")
     least = replace(config, kv_tokens=None)
@@ -218,23 +206,28 @@ def _ways_out(
         tokens = left // kv_block_bytes(case.model, config, with_mtp=case.with_mtp) * GRID
         ways.append(f"--kv-tokens {tokens}")
     needed = case.needed(config)
-    if device_memory is None:
-        ways.append(f"--memory-budget {-(-needed // _MIB)}MiB")
-    elif needed > device_memory:
-        ways.append(f"a device with more memory than {format_bytes(device_memory)}")
+    if memory is not None and needed > memory.limit:
+        ways.append(_more_memory(needed, memory))
     else:
         ways.append(f"--memory-budget {-(-needed // _MIB)}MiB")
-        ways.append(f"--gpu-memory-utilization {_share(needed, device_memory):.2f}")
+        if memory is not None:
+            ways.append(f"--gpu-memory-utilization {smallest_share(needed, memory.total):.2f}")
     return ways
 
 
-def _share(needed: int, total: int) -> float:
+def _more_memory(needed: int, memory: DeviceMemory) -> str:
+    if needed <= memory.total - memory.reserve:
+        return f"ending what else holds {format_bytes(memory.others)} of the memory"
+    return f"a device with more memory than {format_bytes(memory.total)}"
+
+
+def smallest_share(needed: int, total: int) -> float:
     """The smallest share in steps of 0.01 whose budget holds `needed`."""
     percent = -(-needed * 100 // total)
     return (percent if int(total * (percent / 100)) >= needed else percent + 1) / 100
 
 
-def _largest(high: int, low: int, fits: Callable[[int], bool]) -> int | None:
+def largest(high: int, low: int, fits: Callable[[int], bool]) -> int | None:
     """The largest n in [low, high] that fits, by bisection; None when not even `low` does."""
     if high < low or not fits(low):
         return None

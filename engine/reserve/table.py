@@ -43,12 +43,16 @@ def _row(name: str, count: int, kind: str, what: str) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [_HEAD, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
+    return columns([_HEAD, *rows], _RIGHT)
+
+
+def columns(lines: Sequence[tuple[str, ...]], right: Sequence[int]) -> str:
+    """Lines of equally many cells in columns; those numbered in `right` line up on the right."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
 
     def text(line: tuple[str, ...]) -> str:
         cells = (
-            cell.rjust(width) if column in _RIGHT else cell.ljust(width)
+            cell.rjust(width) if column in right else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         return "  ".join(cells).rstrip()

@@ -43,10 +43,10 @@ LOGIT_COPIES = 3
 # A verify forward carries no more unverified rows than this; wider steps run several.
 VERIFY_ROWS = 96
 # Per token and value head: scores, decay, A, A + I, its inverse and the masked product, GRID each.
-_CHUNK_SQUARES = 6
+CHUNK_SQUARES = 6
 # q, k, k beta, k decayed, q decayed, W over Dk; v, U, V' and the output over Dv.
-_CHUNK_KEY_ROWS = 6
-_CHUNK_VALUE_ROWS = 4
+CHUNK_KEY_ROWS = 6
+CHUNK_VALUE_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def fixed_terms(
             config,
             speculation.drafts,
             decode_rows(config, speculation),
-            _widest_row(model),
+            widest_row(model),
         ),
         _headroom(model, config),
         LedgerTerm(
@@ -227,7 +227,7 @@ def _logits(model: ModelConfig, config: EngineConfig, speculation: Speculation) 
 
 def _activations(model: ModelConfig, config: EngineConfig, speculation: Speculation) -> LedgerTerm:
     rows = config.max_prefill_tokens + decode_rows(config, speculation)
-    width = _widest_row(model)
+    width = widest_row(model)
     tables = config.max_batch_size * blocks_per_sequence(config) * 8
     return LedgerTerm(
         ACTIVATIONS,
@@ -237,7 +237,7 @@ def _activations(model: ModelConfig, config: EngineConfig, speculation: Speculat
     )
 
 
-def _widest_row(model: ModelConfig) -> int:
+def widest_row(model: ModelConfig) -> int:
     """Numbers per row alive in the widest layer: three of the model's width and the layer's own."""
     gdn = model.conv_dim + 2 * model.value_dim + 2 * model.linear_num_value_heads
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
@@ -260,9 +260,9 @@ def _gdn_scratch(model: ModelConfig, config: EngineConfig) -> LedgerTerm:
         )
     heads, tokens = model.linear_num_value_heads, config.max_prefill_tokens
     per_head = (
-        _CHUNK_SQUARES * GRID
-        + _CHUNK_KEY_ROWS * model.linear_key_head_dim
-        + _CHUNK_VALUE_ROWS * model.linear_value_head_dim
+        CHUNK_SQUARES * GRID
+        + CHUNK_KEY_ROWS * model.linear_key_head_dim
+        + CHUNK_VALUE_ROWS * model.linear_value_head_dim
     )
     return LedgerTerm(
         GDN_SCRATCH,

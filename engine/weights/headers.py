@@ -105,25 +105,48 @@ def tensor_names(folder: Path) -> tuple[str, ...]:
 
 
 def _read_header(path: Path) -> dict[str, TensorHeader]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _HEADER_LIMIT + 1
-        if length > min(_HEADER_LIMIT, size - 8):
-            raise ModelFormatError(f"{path} has no safetensors header; download it again")
-        raw = file.read(length)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _HEADER_LIMIT + 1
+            if length > min(_HEADER_LIMIT, size - 8):
+                raise ModelFormatError(f"{path} has no safetensors header; download it again")
+            raw = file.read(length)
+    except OSError as error:
+        raise ModelFormatError(
+            f"{path} cannot be read: {error.strerror}; download it again"
+        ) from error
     try:
         entries = json.loads(raw)
         entries.pop("__metadata__", None)
         headers = {name: _header(path, name, entry) for name, entry in entries.items()}
-        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        end = _end_of_data({name: entry["data_offsets"] for name, entry in entries.items()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelFormatError(f"{path} has a corrupt safetensors header: {error!r}") from error
-    if 8 + length + end > size:
+        raise ModelFormatError(
+            f"{path} has a corrupt safetensors header ({_reason(error)}); download it again"
+        ) from error
+    if 8 + length + end != size:
         raise ModelFormatError(
             f"{path} has {size} bytes and its header promises {8 + length + end}; download it again"
         )
     return headers
+
+
+def _end_of_data(places: Mapping[str, Any]) -> int:
+    """Where the last tensor ends; raises unless each one begins where the one before it ended."""
+    end = 0
+    before = "the header"
+    for name, (begin, stop) in sorted(places.items(), key=lambda item: tuple(item[1])):
+        if begin != end:
+            how = "overlaps" if begin < end else "leaves a gap behind"
+            raise ValueError(f"{name} begins at {begin} and {how} {before}, which ends at {end}")
+        before, end = name, stop
+    return end
+
+
+def _reason(error: Exception) -> str:
+    return f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
 
 
 def _header(path: Path, name: str, entry: Mapping[str, Any]) -> TensorHeader:

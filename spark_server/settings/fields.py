@@ -186,7 +186,7 @@ class MemorySettings(SettingsGroup):
             ("--gpu-memory-utilization", "--memory-utilization"),
             ("SPARK_GPU_MEMORY_UTILIZATION", "SPARK_MEMORY_UTILIZATION"),
             "SHARE",
-            auto="0.9 on a GPU, 0.5 on a CPU",
+            auto="0.9 on a GPU, 0.5 on a CPU, less if others hold too much",
         ),
     ] = Field(default=None, gt=0, le=1, allow_inf_nan=False)
     memory_budget: Annotated[
@@ -199,6 +199,17 @@ class MemorySettings(SettingsGroup):
             auto="the share above",
         ),
     ] = Field(default=None, gt=0)
+    host_reserve: Annotated[
+        Size,
+        Knob(
+            "Memory that stays free for the host where the engine shares it: on a CPU, and on a "
+            "GPU without memory of its own",
+            ("--host-reserve",),
+            ("SPARK_HOST_RESERVE",),
+            "SIZE",
+            auto="a 32nd of the memory",
+        ),
+    ] = Field(default=None, ge=0)
     kv_tokens: Annotated[
         AutoInt,
         Knob(

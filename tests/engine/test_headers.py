@@ -142,6 +142,10 @@ def test_a_git_lfs_pointer_is_no_checkpoint(tmp_path: Path) -> None:
         {"a": entry(offsets=["0", "8"])},
         {"a": entry(offsets=[0, 4])},
         {"a": entry(offsets=[8, 0])},
+        {"a": entry(), "b": entry()},
+        {"a": entry(), "b": entry(offsets=[4, 12])},
+        {"a": entry(offsets=[8, 16])},
+        {"a": entry(), "b": entry(offsets=[16, 24])},
         b"[" * 100_000,
     ],
     ids=lambda header: str(header)[:40],
@@ -162,4 +166,25 @@ def test_a_header_longer_than_its_file(tmp_path: Path, length: int) -> None:
 def test_an_unknown_type_is_named(tmp_path: Path) -> None:
     raw(tmp_path / "model.safetensors", {"a": entry(dtype="Q4")}, b"\0" * 8)
     with pytest.raises(ModelFormatError, match="a has dtype Q4"):
+        tensor_headers(tmp_path)
+
+
+def test_overlapping_tensors_are_named_with_their_places(tmp_path: Path) -> None:
+    header = {"a": entry(), "b": entry(offsets=[4, 12])}
+    raw(tmp_path / "model.safetensors", header, b"\0" * 12)
+    words = r"corrupt .*b begins at 4 and overlaps a, which ends at 8\); download it again"
+    with pytest.raises(ModelFormatError, match=words):
+        tensor_headers(tmp_path)
+
+
+def test_bytes_behind_the_last_tensor_are_refused_with_both_sizes(tmp_path: Path) -> None:
+    raw(tmp_path / "model.safetensors", {"a": entry()}, b"\0" * 9)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    with pytest.raises(ModelFormatError, match=f"has {size} bytes .* promises {size - 1}"):
+        tensor_headers(tmp_path)
+
+
+def test_a_link_to_nowhere_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blob")
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors cannot be read: No such file"):
         tensor_headers(tmp_path)

@@ -1,10 +1,8 @@
-"""`spark plan`, the count of parameters behind it, and that none of it needs torch."""
+"""Plans without a machine: parameters counted, limits found by search, modes side by side."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, DoesNotFitError, ModelFormatError
+from engine.reserve.memory import DeviceMemory, MemoryKind
 from engine.reserve.parameters import (
     StoredTensor,
     resident_bytes,
@@ -21,14 +20,25 @@ from engine.reserve.parameters import (
     tensors_of_config,
     tensors_of_headers,
 )
-from engine.reserve.plan import main, plan, read_model
-from engine.reserve.ssm_reserve import SpeculationPolicy
+from engine.reserve.plan import PlanCase, plan_case, plan_limits, read_model, rollback_modes
+from engine.reserve.preflight import Preflight
+from engine.reserve.ssm_reserve import SpeculationPolicy, SsmRollbackMode
 from engine.weights.headers import tensor_headers
 from engine.weights.model_config import parse_config
+from tests.engine.tiny_weights import Tensors, text_config, write_shards
 
 TINY = Path(__file__).resolve().parents[2] / "spark_server" / "assets" / "spark-tiny"
 CONFIG = EngineConfig("model", max_batch_size=8, max_seq_len=1024)
 GIB = 2**30
+
+
+def memory(total: int, kind: MemoryKind = MemoryKind.HOST, reserve: int = 0) -> DeviceMemory:
+    return DeviceMemory(kind, total, total, reserve)
+
+
+def plan(source: Path, config: EngineConfig, **rest: Any) -> Preflight:
+    return plan_case(source, config, memory(8 * GIB), **rest).preflight()
+
 
 QWEN_27B: dict[str, Any] = {
     "model_type": "qwen3_5",
@@ -147,7 +157,7 @@ def test_what_is_not_loaded_takes_nothing() -> None:
 def test_a_config_alone_plans_as_the_folder_does(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((TINY / "config.json").read_text())
     plans = [
-        plan(source, CONFIG, device_memory=8 * GIB, policy=SpeculationPolicy(3))
+        plan(source, CONFIG, policy=SpeculationPolicy(3))
         for source in (TINY, tmp_path, tmp_path / "config.json", TINY / "config.json")
     ]
     assert all(found == plans[0] for found in plans)
@@ -156,20 +166,20 @@ def test_a_config_alone_plans_as_the_folder_does(tmp_path: Path) -> None:
 
 def test_weights_bytes_stand_in_and_a_budget_wins() -> None:
     config = replace(CONFIG, memory_budget=3 * GIB)
-    found = plan(TINY, config, device_memory=8 * GIB, utilisation=0.1, weights_bytes=12345678)
+    found = plan(TINY, config, share=0.1, weights_bytes=12345678)
     assert found.ledger.bytes_of("weights") == 12345678
     assert found.budget == 3 * GIB
 
 
 def test_plans_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="5000 exceeds the 4096 positions"):
-        plan(TINY, replace(CONFIG, max_seq_len=5000), device_memory=8 * GIB)
+        plan(TINY, replace(CONFIG, max_seq_len=5000))
     silent = json.loads((TINY / "config.json").read_text())
     silent["mtp_num_hidden_layers"] = 0
     path = tmp_path / "config.json"
     path.write_text(json.dumps(silent))
     with pytest.raises(ConfigError, match="MTP layers"):
-        plan(path, CONFIG, device_memory=8 * GIB, policy=SpeculationPolicy(1))
+        plan(path, CONFIG, policy=SpeculationPolicy(1))
     path.write_text("[1]")
     with pytest.raises(ModelFormatError, match="no JSON object"):
         read_model(path)
@@ -177,82 +187,90 @@ def test_plans_that_cannot_be(tmp_path: Path) -> None:
         read_model(tmp_path / "nowhere")
 
 
-def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["spark-tiny", "--device-memory", "8GiB", "--max-batch-size", "64"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["term", "bytes", "size", "kind", "what"]
-    ends = {line.index("exact") for line in lines if " exact " in line}
-    assert len(ends) == 1
-    words = {line.split()[0]: line.split() for line in lines}
-    assert words["state_pool"][1] == str(64 * 221184)
-    assert words["budget"][1] == str(4 * GIB)
-    assert int(words["total"][1]) + int(words["free"][1]) == 4 * GIB
+def fits(case: PlanCase, share: float | None = None, **changes: int) -> bool:
+    """Through the whole preflight, as a start would."""
+    share = case.share if share is None else share
+    try:
+        replace(case, share=share, config=replace(case.config, **changes)).preflight()
+    except DoesNotFitError:
+        return False
+    return True
 
 
-def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [str(TINY), "--memory-budget", "2GiB", "--num-drafts", "3", "--json"]
-    assert main(words) == 0
-    parsed = json.loads(capsys.readouterr().out)
-    assert parsed["budget_bytes"] == 2 * GIB
-    assert {"weights", "carry_ring", "kv_pool"} <= {t["name"] for t in parsed["terms"]}
+@pytest.mark.parametrize("mode", list(SsmRollbackMode))
+@pytest.mark.parametrize("total", [4 * GIB, 40 * GIB])
+def test_every_limit_fits_and_one_more_does_not(mode: SsmRollbackMode, total: int) -> None:
+    policy = SpeculationPolicy(3, mode)
+    case = plan_case(TINY, CONFIG, memory(total), share=0.3, policy=policy)
+    limits = plan_limits(case)
+    assert limits.max_batch_size is not None
+    assert fits(case, max_batch_size=limits.max_batch_size)
+    if limits.max_batch_size < 4096:
+        assert not fits(case, max_batch_size=limits.max_batch_size + 1)
+    assert limits.max_seq_len == 4096, "what the model allows"
+    assert limits.lowest_share is not None
+    assert fits(case, limits.lowest_share)
+    assert not fits(case, limits.lowest_share - 0.01)
+    assert limits.highest_share == 1.0
 
 
-def plan_27b(path: Path, mode: str, capsys: pytest.CaptureFixture[str]) -> dict[str, int]:
-    path.write_text(json.dumps(QWEN_27B))
-    words = "--device cuda --device-memory 121.7GiB --gpu-memory-utilization 0.7 --snapshots 16 "
-    words += "--weights-bytes 39.8GiB --max-batch-size 128 --num-drafts 3 --json "
-    assert main([str(path), *words.split(), "--ssm-rollback-mode", mode]) == 0
-    parsed = json.loads(capsys.readouterr().out)
-    assert parsed["total_bytes"] <= parsed["budget_bytes"] == 91_472_065_986
-    return {term["name"]: term["bytes"] for term in parsed["terms"]}
-
-
-def test_rollback_modes_of_27b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_longest_length_is_searched_token_by_token(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    carry, replay, snapshot = (
-        plan_27b(path, mode, capsys) for mode in ("carry", "replay", "snapshot")
-    )
-    for terms in (carry, replay, snapshot):
-        assert terms["state_pool"] == 128 * 158_859_264
-        assert terms["snapshots"] == 16 * 158_859_264
-    # The engine keeps its rings in float32: rows of 41,344 and of 65,920 bytes.
-    assert carry["carry_ring"] == 32 * 3 * 48 * 41_344
-    assert carry["carry_ring_dummy"] == 3 * 48 * 41_344
-    assert replay["verify_pool"] == 32 * 158_859_264
-    assert replay["replay_ring"] == 32 * 3 * 48 * 65_920
-    assert replay["replay_ring_dummy"] == 3 * 48 * 65_920
-    assert snapshot["verify_pool"] == 33_671_872_512 - 128 * 158_859_264
-    assert snapshot["verify_dummy"] == 158_859_264 + 3 * 150_994_944 + 4 * 7_864_320
-    assert carry["kv_pool"] > replay["kv_pool"] > snapshot["kv_pool"] > 0
+    path.write_text(json.dumps(QWEN_35B_MOE | {"max_position_embeddings": 262144}))
+    config = replace(CONFIG, device="cuda", dtype="bfloat16")
+    case = plan_case(path, config, memory(80 * GIB, MemoryKind.DEVICE), share=0.88)
+    longest = plan_limits(case).max_seq_len
+    assert longest is not None
+    assert 1024 < longest < 262144
+    assert fits(case, max_seq_len=longest)
+    assert not fits(case, max_seq_len=longest + 1)
 
 
-@pytest.mark.parametrize(
-    ("words", "error", "text"),
-    [
-        (["--device-memory", "600MiB"], DoesNotFitError, "largest term is process_baseline"),
-        (["--device", "cuda"], ConfigError, "--device-memory"),
-        (["--device-memory", "80%"], ConfigError, "--gpu-memory-utilization 0.8"),
-        (["--max-prefill-tokens", "63"], ConfigError, "63 is below 64"),
-    ],
-)
-def test_the_command_refuses(words: list[str], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        main(["spark-tiny", *words])
+def test_where_nothing_fits_there_are_no_limits() -> None:
+    limits = plan_limits(plan_case(TINY, CONFIG, memory(300 * 2**20)))
+    assert (limits.max_batch_size, limits.max_seq_len, limits.lowest_share) == (None, None, None)
 
 
-@pytest.mark.parametrize("words", [["--num-drafts", "x"], ["--max-seq-len", "0"], []])
-def test_words_that_are_no_command_end_with_2(words: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([*words, "spark-tiny"] if words else [])
-    assert ended.value.code == 2
+def test_what_others_hold_and_the_host_keeps_bounds_the_share() -> None:
+    crowded = DeviceMemory(MemoryKind.HOST, 10 * GIB, 7 * GIB, 2 * GIB)
+    limits = plan_limits(plan_case(TINY, CONFIG, crowded))
+    assert limits.highest_share == 0.5
 
 
-def test_planning_needs_neither_torch_nor_numba_nor_the_server() -> None:
-    code = (
-        "import sys, engine.reserve.plan as p\n"
-        "p.main(['spark-tiny', '--device-memory', '8GiB'])\n"
-        "bad = {'torch', 'numba', 'numpy', 'safetensors', 'spark_server', 'pydantic'}\n"
-        "sys.exit(', '.join(bad & set(sys.modules)) or None)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
-    assert done.returncode == 0, done.stderr
+def test_modes_side_by_side_are_the_plans_of_each() -> None:
+    case = plan_case(TINY, CONFIG, memory(8 * GIB), policy=SpeculationPolicy(2))
+    found = {mode.mode: mode for mode in rollback_modes(case, lambda mtp: 1000 + mtp)}
+    assert list(found) == ["off", "carry", "replay", "snapshot"]
+    for mode in SsmRollbackMode:
+        one = plan(TINY, CONFIG, policy=SpeculationPolicy(2, mode), weights_bytes=1001)
+        assert found[mode.value].kv_tokens == one.kv_tokens
+        pages = one.ledger.bytes_of("kv_pool") + one.ledger.bytes_of("kv_dummy")
+        assert found[mode.value].without_kv == one.ledger.total - pages
+    off = plan(TINY, CONFIG, weights_bytes=1000)
+    pages = off.ledger.bytes_of("kv_pool") + off.ledger.bytes_of("kv_dummy")
+    assert found["off"].without_kv == off.ledger.total - pages
+    assert found["off"].without_kv < found["carry"].without_kv < found["replay"].without_kv
+
+
+def test_a_model_without_a_drafter_has_no_modes(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    silent = json.loads((TINY / "config.json").read_text()) | {"mtp_num_hidden_layers": 0}
+    path.write_text(json.dumps(silent))
+    assert rollback_modes(plan_case(path, CONFIG, memory(8 * GIB)), lambda mtp: 1) == ()
+
+
+def test_a_folder_that_lacks_a_shard_is_refused_and_its_config_alone_is_not(
+    tmp_path: Path,
+) -> None:
+    tensors = Tensors()
+    tensors.trunk()
+    folder = tmp_path / "model"
+    files = write_shards(folder, text_config("qwen3_5"), tensors.made)
+    config = replace(CONFIG, max_seq_len=128)
+    assert plan(folder, config)
+    for missing in files:
+        missing.unlink()
+        words = r"lacks \d of 2 files .*-of-00002.* or plan without its weights from .*config.json"
+        with pytest.raises(ModelFormatError, match=words):
+            plan(folder, config)
+    assert plan(folder / "config.json", config)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from engine.reserve.plan import main
+from spark_server.plan import main
 
 MODEL = str(files("configs") / "geometries" / "qwen3.6-27b.json")
 MACHINE = ["--device", "cuda", "--dtype", "bfloat16", "--device-memory", "121.7GiB"]

@@ -13,7 +13,8 @@ import pytest
 from engine.config import GRID, EngineConfig
 from engine.errors import ConfigError, DoesNotFitError, InvariantError
 from engine.reserve.ledger import LedgerTerm, TermKind
-from engine.reserve.preflight import Preflight, device_budget, preflight_reserve
+from engine.reserve.memory import DeviceMemory, MemoryKind
+from engine.reserve.preflight import Preflight, preflight_reserve
 from engine.reserve.sizes import parse_size
 from engine.reserve.ssm_reserve import SpeculationPolicy, SsmRollbackMode
 from engine.reserve.terms import allocated_terms
@@ -46,6 +47,10 @@ def small_model() -> ModelConfig:
 
 MODEL = small_model()
 CONFIG = EngineConfig("model", max_batch_size=8, max_seq_len=1000, max_prefill_tokens=256)
+
+
+def host(total: int, others: int = 0) -> DeviceMemory:
+    return DeviceMemory(MemoryKind.HOST, total, total - others)
 
 
 def plan(config: EngineConfig = CONFIG, budget: int = 2 * GIB, **rest: Any) -> Preflight:
@@ -185,7 +190,7 @@ def test_a_refusal_names_the_largest_term_and_both_numbers() -> None:
 def test_every_way_out_of_a_refusal_fits_and_the_next_step_does_not() -> None:
     config = replace(CONFIG, max_batch_size=512, max_seq_len=700_000)
     budget = 1620 * 2**20
-    text = refusal(config, budget, device_memory=8 * GIB)
+    text = refusal(config, budget, memory=host(8 * GIB))
     batch = int(re.findall(r"--max-batch-size (\d+)", text)[0])
     plan(replace(config, max_batch_size=batch), budget)
     refusal(replace(config, max_batch_size=batch + 1), budget)
@@ -195,8 +200,8 @@ def test_every_way_out_of_a_refusal_fits_and_the_next_step_does_not() -> None:
     size = re.findall(r"--memory-budget (\S+?);", text)[0]
     plan(config, parse_size(size))
     share = float(re.findall(r"--gpu-memory-utilization ([\d.]+)", text)[0])
-    plan(config, device_budget(8 * GIB, share, device="cpu"))
-    refusal(config, device_budget(8 * GIB, share - 0.01, device="cpu"))
+    plan(config, int(8 * GIB * share))
+    refusal(config, int(8 * GIB * (share - 0.01)))
 
 
 def test_a_kv_pool_that_is_too_large_is_answered_with_one_that_fits() -> None:
@@ -209,10 +214,16 @@ def test_a_kv_pool_that_is_too_large_is_answered_with_one_that_fits() -> None:
 
 
 def test_when_no_smaller_setting_helps_only_more_memory_is_named() -> None:
-    text = refusal(CONFIG, 200 * 2**20, device_memory=300 * 2**20)
+    text = refusal(CONFIG, 200 * 2**20, memory=host(300 * 2**20))
     assert "--max-batch-size" not in text
     assert "--max-seq-len" not in text
     assert "a device with more memory than 300.0 MiB" in text
+
+
+def test_when_others_hold_what_is_needed_their_share_is_named() -> None:
+    text = refusal(CONFIG, 200 * 2**20, memory=host(4 * GIB, others=4 * GIB - 300 * 2**20))
+    assert "--memory-budget" not in text
+    assert "ending what else holds 3.71 GiB of the memory" in text
 
 
 def test_as_dict_is_json_with_budget_and_blocks() -> None:
@@ -221,16 +232,6 @@ def test_as_dict_is_json_with_budget_and_blocks() -> None:
     assert parsed["kv_blocks"] == 128
     assert parsed["kv_tokens"] == 8192
     assert parsed["budget_bytes"] == parsed["total_bytes"] + parsed["free_bytes"] == 2 * GIB
-
-
-def test_budgets() -> None:
-    assert device_budget(8 * GIB, device="cpu") == 4 * GIB
-    assert device_budget(10 * GIB, device="cuda") == 9 * GIB
-    assert device_budget(8 * GIB, 0.25, device="cpu") == 2 * GIB
-    assert device_budget(8 * GIB, 0.25, device="cpu", memory_budget=GIB) == GIB
-    for share in (0.0, -0.5, 1.5, float("nan")):
-        with pytest.raises(ConfigError, match="--gpu-memory-utilization"):
-            device_budget(8 * GIB, share, device="cpu")
 
 
 @pytest.mark.parametrize("mode", list(SsmRollbackMode))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, DoesNotFitError, ModelFormatError
+from engine.reserve.memory import DeviceMemory, MemoryKind
 from engine.reserve.ssm_reserve import SsmRollbackMode
+from engine.reserve.terms import CUDA_CONTEXT
 from engine.speculation.policy import PolicySettings
 from spark_server import resolve
 from spark_server.model_source import locate_model
-from spark_server.resolve import cpu_memory, engine_config, finish_config
+from spark_server.resolve import check_early, engine_config, finish_config
 from spark_server.settings import load_settings
 
+GIB = 2**30
 TINY = locate_model("spark-tiny").folder
 
 
@@ -55,7 +59,9 @@ def test_every_setting_arrives() -> None:
         enforce_eager=True,
     )
     assert notes == []
-    assert finish_config(config, None) == (config, [])
+    finished, notes = finish_config(config)
+    assert finished.device_memory is not None
+    assert (replace(finished, device_memory=None), notes) == (config, [])
 
 
 @pytest.mark.parametrize("usable", [{0}, {0, 3, 5, 6}])
@@ -92,45 +98,83 @@ def test_longer_than_the_model_allows_is_refused() -> None:
         config_of("--max-seq-len", "99999999")
 
 
+def pretend(monkeypatch: pytest.MonkeyPatch, total: int, available: int) -> None:
+    def reading(reserve: int | None = None) -> DeviceMemory:
+        return DeviceMemory(MemoryKind.HOST, total, available, reserve or 0)
+
+    monkeypatch.setattr(resolve, "host_memory", reading)
+
+
 @pytest.mark.parametrize(("share", "expected"), [(None, 0.5), (0.25, 0.25)])
 def test_the_budget_is_a_share_of_the_memory(
     share: float | None, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resolve, "cpu_memory", lambda: 8 * 2**30)
+    pretend(monkeypatch, 8 * GIB, 8 * GIB)
     config, notes = finish_config(EngineConfig("m", device="cpu", dtype="auto"), share)
-    assert config.memory_budget == int(8 * 2**30 * expected)
+    assert config.memory_budget == int(8 * GIB * expected)
     assert config.dtype == "float32"
     assert notes[-1] == (
-        f"memory-budget auto is {8 * expected:.2f} GiB, {expected:g} of the cpu's 8.00 GiB"
+        f"memory-budget auto is {8 * expected:.2f} GiB, {expected:g} of the host memory's 8.00 GiB"
     )
 
 
 @pytest.mark.parametrize(
     ("free", "share", "budget", "words"),
     [
-        (139, None, 126, "126.00 GiB, 0.9 of the cuda's 140.00 GiB"),
-        (139, 0.5, 70, "70.00 GiB, 0.5 of the cuda's 140.00 GiB"),
-        (100, None, 100, "100.00 GiB, all that is free; 0.9 of the cuda's 140.00 GiB would be 126"),
+        (139, None, 126, "126.00 GiB, 0.9 of the device memory's 140.00 GiB"),
+        (139, 0.5, 70, "70.00 GiB, 0.5 of the device memory's 140.00 GiB"),
+        (100, None, 100, "less than 0.9 of the device memory's 140.00 GiB (126.00 GiB)"),
     ],
 )
 def test_the_budget_of_a_card_never_exceeds_what_is_free(
     free: int, share: float | None, budget: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resolve, "_pick_device", lambda asked: "cuda")
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free * 2**30, 140 * 2**30))
+    # What the context of this process takes is missing in what is free, and in our ledger.
+    readings = (free * GIB - CUDA_CONTEXT, 140 * GIB)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: readings)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    properties = SimpleNamespace(is_integrated=0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
     config, notes = finish_config(EngineConfig("m", device="auto", dtype="auto"), share)
     assert (config.device, config.dtype) == ("cuda", "bfloat16")
-    assert config.memory_budget == budget * 2**30
+    assert config.memory_budget == budget * GIB
     assert words in notes[-1]
+    properties.is_integrated = 1
+    pretend(monkeypatch, 120 * GIB, 50 * GIB)
+    config, notes = finish_config(EngineConfig("m", device="auto", dtype="auto"), share, GIB)
+    assert config.memory_budget == 49 * GIB
+    assert "of the unified memory's 120.00 GiB" in notes[-1]
 
 
-def test_a_control_group_bounds_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    total = psutil.virtual_memory().total
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(resolve, "_CGROUP_LIMITS", (str(tmp_path / "none"), str(limit)))
-    for text, expected in (("max\n", total), ("1048576\n", 2**20), (f"{total * 2}\n", total)):
-        limit.write_text(text)
-        assert cpu_memory() == expected
+def test_what_the_host_keeps_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 8 * GIB, 4 * GIB)
+    config, notes = finish_config(EngineConfig("m", device="cpu"), 0.5, GIB)
+    assert config.memory_budget == 3 * GIB
+    assert "4.00 GiB held by others, 1.00 GiB kept free for the host" in notes[-1]
+    with pytest.raises(ConfigError, match=r"--memory-budget \d+ \(3.50 GiB\) is more than"):
+        finish_config(EngineConfig("m", device="cpu", memory_budget=7 * GIB // 2), None, GIB)
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_what_does_not_fit_is_refused_before_a_process_is_started(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve, "_GPU_NODES", ())
+    config, _ = config_of("--device", device, "--memory-budget", "1GiB")
+    check_early(config)
+    with pytest.raises(DoesNotFitError, match="the largest term is"):
+        check_early(replace(config, memory_budget=10**6))
+
+
+def test_where_there_may_be_a_gpu_only_the_files_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve, "_GPU_NODES", (str(tmp_path),))
+    config, _ = config_of("--memory-budget", "1MB")
+    check_early(config)
+    with pytest.raises(ModelFormatError, match="holds no safetensors file"):
+        check_early(replace(config, model_dir=str(tmp_path)))
 
 
 def test_cuda_without_a_gpu_is_refused() -> None:
