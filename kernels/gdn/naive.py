@@ -19,6 +19,11 @@ CHUNK = 64
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
+def wide(x: Tensor) -> Tensor:
+    """float32, or float64 where it is given: then the result is a truth for float32 kernels."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def l2_normalise(x: Tensor) -> Tensor:
     """x [..., D] / sqrt(sum x^2 + 1e-6): the epsilon is inside the root, on the sum."""
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
@@ -85,9 +90,9 @@ def chunked_rows(
 
 
 def gated_norm(o: Tensor, z: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """o, z [T, Hv, Dv] -> (scale * o / sqrt(mean o^2 + eps)) * silu(z), in fp32."""
+    """o, z [T, Hv, Dv] -> (scale * o / sqrt(mean o^2 + eps)) * silu(z), in fp32 or fp64."""
     normed = o * torch.rsqrt(o.pow(2).mean(-1, keepdim=True) + eps)
-    return scale * normed * torch.nn.functional.silu(z.float())
+    return scale * normed * torch.nn.functional.silu(wide(z))
 
 
 def gdn_mixer(proj: Tensor, params: GdnParams, state: GdnState, batch: RaggedBatch) -> Tensor:
@@ -106,7 +111,7 @@ def gdn_mixer(proj: Tensor, params: GdnParams, state: GdnState, batch: RaggedBat
         part = _Part(*values)
         if rows.start == rows.stop and not part.pending:
             continue
-        out[rows] = _one_sequence(proj[rows].float(), params, state, part).to(proj.dtype)
+        out[rows] = _one_sequence(wide(proj[rows]), params, state, part).to(proj.dtype)
     return out
 
 
@@ -137,7 +142,7 @@ def _one_sequence(proj: Tensor, params: GdnParams, state: GdnState, part: _Part)
     own_beta = torch.sigmoid(b)
     g, beta = own_g, own_beta
     if pending:
-        raw = torch.cat((state.ring_inputs[slot, :pending, :conv_dim].float(), raw))
+        raw = torch.cat((wide(state.ring_inputs[slot, :pending, :conv_dim]), raw))
         gates = state.ring_gates[slot, :pending]
         g, beta = torch.cat((gates[:, 0], g)), torch.cat((gates[:, 1], beta))
 
@@ -147,7 +152,7 @@ def _one_sequence(proj: Tensor, params: GdnParams, state: GdnState, part: _Part)
     # [taps + rows, conv_dim]: the state after n rows is window[n : n + taps].
     window = torch.cat((history.T, raw))
     mixed = torch.nn.functional.conv1d(
-        window[1:].T[None], params.conv.T[:, None, :].float(), groups=conv_dim
+        window[1:].T[None], wide(params.conv.T[:, None, :]), groups=conv_dim
     )[0].T
     mixed = torch.nn.functional.silu(mixed)
     key_dim = params.key_heads * params.key_width

@@ -50,8 +50,8 @@ def make_batch(rows: list[Rows], blocks_per_sequence: int = 5) -> RaggedBatch:
         list(range(r.slot * blocks_per_sequence, (r.slot + 1) * blocks_per_sequence)) for r in rows
     ]
     return RaggedBatch(
-        positions=torch.tensor(positions),
-        row_segment=torch.tensor(owner),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        row_segment=torch.tensor(owner, dtype=torch.int64),
         row_start=torch.tensor(row_start),
         starts=torch.tensor([r.start for r in rows]),
         slots=torch.tensor([r.slot for r in rows]),

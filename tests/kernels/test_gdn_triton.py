@@ -1,0 +1,264 @@
+"""The GDN mixer in Triton: against float64, and bit for bit across rows, modes and neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.batch import RaggedBatch
+from kernels.cases import relative_error
+from kernels.errors import UnsupportedKernelError
+from kernels.gdn import naive
+from kernels.gdn.triton import gdn_mixer
+from kernels.gdn.types import GdnParams, GdnState
+from tests.kernels import scenes
+from tests.kernels.poison import DEVICE, poisoned_empty
+from tests.kernels.scenes import Rows, clone_state
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+Record = TypeVar("Record", GdnParams, GdnState, RaggedBatch)
+
+
+def moved(record: Record, dtype: torch.dtype | None = None) -> Record:
+    """On the device of the tests, floats as dtype where one is given."""
+    tensors = {f.name: getattr(record, f.name) for f in fields(record)}
+    tensors = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
+    return replace(
+        record,
+        **{
+            name: x.to(DEVICE, dtype if x.is_floating_point() else None)
+            for name, x in tensors.items()
+        },
+    )
+
+
+def make_params(*geometry: int) -> GdnParams:
+    return moved(scenes.gdn_params(*geometry))
+
+
+def make_state(params: GdnParams, slots: int) -> GdnState:
+    return moved(scenes.gdn_state(params, slots))
+
+
+def make_proj(params: GdnParams, rows: int, seed: int = 2) -> Tensor:
+    return scenes.gdn_proj(params, rows, seed).to(DEVICE)
+
+
+def make_batch(*rows: Rows) -> RaggedBatch:
+    return moved(scenes.make_batch(list(rows)))
+
+
+def read_part(state: GdnState) -> list[Tensor]:
+    """What later steps read: the oldest column of a conv window is none of it."""
+    return [
+        state.h,
+        state.conv[..., 1:],
+        state.ring_inputs,
+        state.ring_gates,
+        state.snapshot_h,
+        state.snapshot_conv[..., 1:],
+    ]
+
+
+def check(params: GdnParams, dtype: torch.dtype, *rows: Rows) -> None:
+    """Output and every part of the state, slot by slot, against naive in float64."""
+    batch = make_batch(*rows)
+    proj = make_proj(params, sum(r.count for r in rows)).to(dtype)
+    state = make_state(params, 5)
+    before, truth = clone_state(state), moved(clone_state(state), torch.float64)
+    got = gdn_mixer(proj, params, state, batch)
+    want = naive.gdn_mixer(proj.double(), moved(params, torch.float64), truth, batch)
+    assert got.dtype == dtype
+    assert relative_error([got], [want]) < TOLERANCE[dtype]
+    for mine, right, old in zip(read_part(state), read_part(truth), read_part(before), strict=True):
+        for slot in range(mine.shape[0]):
+            if torch.equal(right[slot], old[slot].double()):
+                assert torch.equal(mine[slot], old[slot])
+            else:
+                assert relative_error([mine[slot]], [right[slot]]) < 1e-5
+
+
+GEOMETRIES = [(2, 2, 16, 16), (1, 2, 64, 32), (1, 3, 16, 64), (1, 4, 32, 16), (1, 1, 128, 128)]
+STEPS = {
+    "plain": [Rows(0, 0, 1), Rows(3, 7, 1)],
+    "carry": [Rows(2, 0, 3), Rows(0, 5, 1), Rows(1, 9, 4, committed=1, pending=2)],
+    "prompt": [Rows(1, 3, 2), Rows(3, 1, 1, pending=3)],
+    # Replay leaves all rows but the last, snapshot the state after each; a fold has no rows.
+    "replay": [Rows(1, 6, 4, ring=(0, 3)), Rows(2, 8, 3, snapshot=2), Rows(0, 9, 0, pending=2)],
+}
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("step", list(STEPS))
+def test_rows_against_float64(
+    geometry: tuple[int, int, int, int], step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = make_params(*geometry)
+    poisoned_empty(monkeypatch)
+    check(params, torch.float32, *STEPS[step])
+
+
+@pytest.mark.parametrize("geometry", [(1, 1, 256, 16), (1, 1, 16, 256)])
+def test_the_largest_heads(geometry: tuple[int, int, int, int]) -> None:
+    check(make_params(*geometry), torch.float32, Rows(1, 9, 2, committed=1, pending=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounded_activations(dtype: torch.dtype) -> None:
+    check(make_params(1, 2, 32, 32), dtype, *STEPS["carry"])
+
+
+def plain_rows(params: GdnParams, state: GdnState, proj: Tensor, start: int) -> Tensor:
+    """One committed row at a time in slot 0."""
+    out = [
+        gdn_mixer(proj[t : t + 1], params, state, make_batch(Rows(0, start + t, 1)))
+        for t in range(len(proj))
+    ]
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("emitted", [[4, 4], [2, 1, 3]])
+def test_carry_gives_the_bits_of_plain_steps(emitted: list[int]) -> None:
+    """Verify rows whose drafts are partly accepted, against one plain row at a time."""
+    params = make_params(1, 2, 32, 32)
+    plain, carry = make_state(params, 2), make_state(params, 2)
+    total = sum(emitted)
+    right, wrong = make_proj(params, total + 1), make_proj(params, 4, seed=9)
+    want = plain_rows(params, plain, right, 5)
+    got, start, pending = [], 0, 0
+    for count in emitted:
+        rows = torch.cat((right[start : start + count], wrong[count:]))
+        batch = make_batch(Rows(0, 5 + start, 4, committed=1, pending=pending))
+        got.append(gdn_mixer(rows, params, carry, batch)[:count])
+        start, pending = start + count, count - 1
+    # One more plain row folds what is pending: then the states agree as well.
+    last = make_batch(Rows(0, 5 + total, 1, pending=pending))
+    got.append(gdn_mixer(right[total:], params, carry, last))
+    assert torch.equal(torch.cat(got), want)
+    assert torch.equal(carry.h[0], plain.h[0])
+    assert torch.equal(carry.conv[0, :, 1:], plain.conv[0, :, 1:])
+
+
+@pytest.mark.parametrize("accepted", [1, 3])
+@pytest.mark.parametrize("mode", ["snapshot", "replay"])
+def test_undoing_rejected_rows_gives_the_bits_of_plain_steps(mode: str, accepted: int) -> None:
+    params = make_params(1, 2, 32, 32)
+    plain, state = make_state(params, 2), make_state(params, 2)
+    proj = make_proj(params, 4)
+    want = plain_rows(params, plain, proj[:accepted], 5)
+    before = clone_state(state)
+    how = Rows(0, 5, 4, snapshot=1) if mode == "snapshot" else Rows(0, 5, 4, ring=(0, 3))
+    got = gdn_mixer(proj, params, state, make_batch(how))
+    if mode == "snapshot":
+        state.h[0] = state.snapshot_h[1 + accepted - 1]
+        state.conv[0] = state.snapshot_conv[0, accepted - 1]
+    else:
+        state.h[0], state.conv[0] = before.h[0], before.conv[0]
+        fold = make_batch(Rows(0, 5, 0, pending=accepted))
+        gdn_mixer(proj[:0], params, state, fold)
+    assert torch.equal(got[:accepted], want)
+    assert torch.equal(state.h[0], plain.h[0])
+    assert torch.equal(state.conv[0, :, 1:], plain.conv[0, :, 1:])
+
+
+def test_neighbours_do_not_change_a_bit() -> None:
+    params = make_params(1, 2, 32, 32)
+    alone, among = make_state(params, 5), make_state(params, 5)
+    proj = make_proj(params, 9)
+    want = gdn_mixer(proj[4:5], params, alone, make_batch(Rows(2, 6, 1)))
+    batch = make_batch(Rows(0, 0, 4), Rows(2, 6, 1), Rows(1, 4, 4, committed=1))
+    got = gdn_mixer(proj, params, among, batch)
+    assert torch.equal(got[4:5], want)
+    assert torch.equal(among.h[2], alone.h[2])
+    assert torch.equal(among.h[3:], alone.h[3:])
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_first_rows_ignore_what_the_slot_holds(length: int) -> None:
+    params = make_params(1, 2, 16, 16)
+    clean = make_state(params, 1)
+    dirty = clone_state(clean)
+    for tensor in (dirty.h, dirty.conv, dirty.ring_inputs, dirty.ring_gates):
+        tensor.fill_(torch.nan)
+    proj, batch = make_proj(params, length), make_batch(Rows(0, 0, length))
+    want = gdn_mixer(proj, params, clean, batch)
+    assert torch.equal(gdn_mixer(proj, params, dirty, batch), want)
+    assert torch.isfinite(dirty.h).all()
+    assert torch.isfinite(dirty.conv).all()
+
+
+def test_padding_touches_only_the_dummy_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences that fill a graph's bucket share a slot; rows that nobody owns become zero."""
+    params = make_params(1, 2, 16, 16)
+    state, exact = make_state(params, 4), make_state(params, 4)
+    proj = make_proj(params, 7)
+    want = gdn_mixer(proj[:2], params, exact, make_batch(Rows(0, 5, 1), Rows(2, 3, 1, pending=1)))
+    poisoned_empty(monkeypatch)
+    padded = make_batch(
+        Rows(0, 5, 1), Rows(2, 3, 1, pending=1), Rows(3, 0, 1), Rows(3, 0, 1), Rows(3, 0, 0)
+    )
+    owners = torch.cat((padded.row_segment, padded.row_segment.new_full((3,), 4)))
+    got = gdn_mixer(proj, params, state, replace(padded, row_segment=owners))
+    assert torch.equal(got[:2], want)
+    assert torch.equal(got[4:], torch.zeros_like(got[4:]))
+    for mine, right in zip(read_part(state)[:4], read_part(exact)[:4], strict=True):
+        assert torch.equal(mine[:3], right[:3])
+        assert torch.isfinite(mine[3]).all()
+
+
+def test_views_of_wider_tensors_give_the_same_bits() -> None:
+    """Layers are views of one pool, and a projection may be a slice of a wider one."""
+    params = make_params(1, 2, 16, 16)
+    state, pool = make_state(params, 3), make_state(params, 6)
+    view = GdnState(
+        *(x[::2] for x in (pool.h, pool.conv, pool.ring_inputs, pool.ring_gates)),
+        pool.snapshot_h[:6],
+        pool.snapshot_conv[::2],
+    )
+    for f in fields(view):
+        getattr(view, f.name).copy_(getattr(state, f.name))
+    proj = make_proj(params, 4)
+    wide = torch.full((4, proj.shape[1] + 5), torch.nan, device=DEVICE)
+    wide[:, 3:-2] = proj
+    batch = make_batch(Rows(1, 9, 4, committed=1, pending=2))
+    want = gdn_mixer(proj, params, state, batch)
+    assert torch.equal(gdn_mixer(wide[:, 3:-2], params, view, batch), want)
+    for f in fields(view):
+        assert torch.equal(getattr(view, f.name), getattr(state, f.name))
+
+
+def test_a_pool_without_rings_runs() -> None:
+    params = make_params(1, 1, 16, 16)
+    state = make_state(params, 2)
+    none = replace(
+        state, ring_inputs=state.ring_inputs[:0, :0], ring_gates=state.ring_gates[:0, :0]
+    )
+    proj, batch = make_proj(params, 3), make_batch(Rows(1, 4, 3))
+    want = gdn_mixer(proj, params, clone_state(state), batch)
+    assert torch.equal(gdn_mixer(proj, params, none, batch), want)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "dtype", "message"),
+    [
+        (
+            (1, 1, 16, 16),
+            torch.float64,
+            r"gdn_mixer .* torch.float64, head size 16, device \w+.*bfloat16",
+        ),
+        ((1, 1, 48, 16), torch.float32, "head size 48.*16, 32, 64, 128 and 256"),
+        ((1, 1, 16, 512), torch.bfloat16, "head size 512"),
+    ],
+)
+def test_what_has_no_kernel_is_refused(
+    geometry: tuple[int, int, int, int], dtype: torch.dtype, message: str
+) -> None:
+    params = make_params(*geometry)
+    proj = make_proj(params, 1).to(dtype)
+    with pytest.raises(UnsupportedKernelError, match=message):
+        gdn_mixer(proj, params, make_state(params, 1), make_batch(Rows(0, 0, 1)))
