@@ -106,8 +106,10 @@ def _keep(
     o_conv = o_column[None, :] * TAPS + o_tap[:, None]
     m_conv = m_column[None, :] & m_tap[:, None]
     snapshots = tl.where(tl.load(p_snapshots + segment) >= 0, own, 0)
-    # The windows after own rows 1 .. own, and last the one that the state keeps.
-    for i in range((snapshots + 1).to(tl.int32)):
+    # The windows after own rows 1 .. own, and last the one that the state keeps; an empty sequence
+    # pads a captured batch and keeps nothing.
+    windows = tl.where(own + pending > 0, snapshots + 1, 0)
+    for i in range(windows.to(tl.int32)):
         last = i == snapshots
         end = tl.where(last, tl.load(p_committed + segment), i + 1)
         b_at = b_zero + end - TAPS + o_tap

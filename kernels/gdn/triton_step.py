@@ -76,7 +76,8 @@ def _step(
     pending = tl.load(p_pending + segment)
     committed = tl.load(p_committed + segment)
     chunked = runs_chunked(p_chunked, p_snapshots, segment, pending, own - committed)
-    if (prefills != 0) & chunked:
+    # An empty sequence has nothing to run: it pads a captured batch.
+    if ((prefills != 0) & chunked) | (pending + own == 0):
         return
     slot = tl.load(p_slots + segment)
     b_start = tl.zeros([DK], dtype=tl.int64) + tl.load(p_starts + segment)

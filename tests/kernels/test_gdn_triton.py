@@ -200,7 +200,7 @@ def test_padding_touches_only_the_dummy_slot(monkeypatch: pytest.MonkeyPatch) ->
     want = gdn_mixer(proj[:2], params, exact, make_batch(Rows(0, 5, 1), Rows(2, 3, 1, pending=1)))
     poisoned_empty(monkeypatch)
     padded = make_batch(
-        Rows(0, 5, 1), Rows(2, 3, 1, pending=1), Rows(3, 0, 1), Rows(3, 0, 1), Rows(3, 0, 0)
+        Rows(0, 5, 1), Rows(2, 3, 1, pending=1), Rows(3, 0, 1), Rows(3, 0, 1), Rows(1, 0, 0)
     )
     owners = torch.cat((padded.row_segment, padded.row_segment.new_full((3,), 4)))
     got = gdn_mixer(proj, params, state, replace(padded, row_segment=owners))
