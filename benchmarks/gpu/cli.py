@@ -1,0 +1,128 @@
+"""Command line of the check: which stages run, what is printed and written.
+
+Imports no torch before the arguments are known: Triton reads TRITON_INTERPRET when it is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.gpu.geometries import LARGE, SMALL
+from benchmarks.gpu.options import Options
+from benchmarks.gpu.rows import BAD, Row, counts, table
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.runner import Stage
+
+REPORT = "gpu_check.json"
+# Of the whole, so that a run ends within five minutes whatever hangs.
+SECONDS = 290.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the check; the exit code is 1 when a row failed, 2 for wrong arguments."""
+    options = parse(argv)
+    if options.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    from benchmarks.gpu import stage_card
+    from benchmarks.gpu.runner import run_stages
+
+    stages = all_stages(options.smoke)
+    known = [stage.name for stage in stages]
+    unknown = sorted(set(options.stages) - set(known))
+    if unknown:
+        print(f"unknown stages {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
+        return 2
+    if options.stages:
+        stages = [stage for stage in stages if stage.name in options.stages]
+    began = time.monotonic()
+    rows: list[Row] = []
+    for row in run_stages(stages, options, learn=stage_card.learn):
+        rows.append(row)
+        print(row.line(), flush=True)
+    return finish(rows, options, time.monotonic() - began)
+
+
+def finish(rows: Sequence[Row], options: Options, seconds: float) -> int:
+    """Write the JSON file, print the short table and one line of JSON; gives the exit code."""
+    found = counts(rows)
+    summary = {
+        "bench": "gpu_check",
+        "device": options.device,
+        "smoke": options.smoke,
+        "seconds": round(seconds, 1),
+        "rows": found,
+        "passed": not any(row.status in BAD for row in rows) and bool(rows),
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    report = options.out / REPORT
+    text = json.dumps({**summary, "found": [row.as_dict() for row in rows]}, indent=1)
+    report.write_text(text + "\n", encoding="utf-8")
+    print("\n" + "\n".join(table(rows)))
+    print(f"\n{seconds:.0f} s, {report}")
+    print(json.dumps(summary))
+    return 0 if summary["passed"] else 1
+
+
+def all_stages(smoke: bool) -> list[Stage]:
+    """Every stage in order, the most telling first; limits in seconds add up to more than a run."""
+    from benchmarks.gpu import (
+        stage_card,
+        stage_engine,
+        stage_invariant,
+        stage_kernels,
+        stage_mixers,
+        stage_transformers,
+    )
+    from benchmarks.gpu.runner import Stage
+
+    small, large = ("miniature-1", "miniature-3") if smoke else (SMALL, LARGE)
+    stages = [Stage("card", 30, stage_card.run)]
+    stages += [
+        Stage(name, 45, partial(stage_kernels.run, name)) for name in stage_kernels.operators()
+    ]
+    return [
+        *stages,
+        Stage(stage_mixers.STAGE, 45, stage_mixers.run),
+        Stage(large, 110, partial(stage_engine.run, large, True)),
+        Stage(small, 50, partial(stage_engine.run, small, False)),
+        Stage(stage_invariant.STAGE, 40, partial(stage_invariant.run, small)),
+        Stage(stage_transformers.STAGE, 40, partial(stage_transformers.run, small)),
+    ]
+
+
+def parse(argv: Sequence[str] | None) -> Options:
+    """The options of a command line; $OUT is the default folder."""
+    parser = argparse.ArgumentParser(
+        prog="gpu_check",
+        description="Proves and times the kernels and the engine on one card, in five minutes.",
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--smoke", action="store_true", help="small shapes and few steps")
+    parser.add_argument("--stages", default="", help="names, with commas; all when empty")
+    parser.add_argument("--kernels", default="auto", help="operators of the engine stages")
+    parser.add_argument("--acceptance", type=float, default=0.8, help="chance of each draft")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for the whole run")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "gpu_check_out"))
+    asked = parser.parse_args(argv)
+    if not 0 <= asked.acceptance <= 1:
+        parser.error(f"--acceptance {asked.acceptance:g} is not within 0 and 1")
+    if asked.device == "cpu" and not asked.smoke:
+        parser.error("--device cpu runs under Triton's interpreter, which takes --smoke")
+    return Options(
+        device=asked.device,
+        smoke=asked.smoke,
+        out=asked.out,
+        seconds=asked.seconds,
+        stages=tuple(name for name in asked.stages.split(",") if name),
+        acceptance=asked.acceptance,
+        kernels=asked.kernels,
+    )

@@ -1,0 +1,160 @@
+"""Stage of one model: the decode ladder, plain and in every rollback mode, against the floor.
+
+The floor is that of `benchmarks.traffic` at the measured bandwidth; goals are set for the 27B.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from benchmarks.gpu.engines import (
+    Steps,
+    built,
+    engine_config,
+    forced_core,
+    model_of,
+    speculation,
+    timed_steps,
+)
+from benchmarks.gpu.options import Machine, Options
+from benchmarks.gpu.rows import Row, Status, error_row, verdict
+from benchmarks.gpu.runner import Emit
+from benchmarks.traffic import StepShape, draft_work, floor_seconds, step_work
+from engine.reserve.ssm_reserve import SsmRollbackMode
+from engine.speculation.row_budget import split_verify
+from engine.weights.model_config import ModelConfig
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)
+DRAFTS = 3
+LENGTH = 256
+# 128 full-width snapshot slots of the 27B would take 95.6 GiB beside its weights.
+SNAPSHOT_WIDTH = 32
+GOAL_WIDTHS = (1, 32)
+GOAL_FLOORS = 1.35
+
+
+@dataclass(frozen=True, slots=True)
+class _Ladder:
+    """One engine: a rollback mode, or None for no drafts, over some widths."""
+
+    mode: SsmRollbackMode | None
+    widths: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return "plain" if self.mode is None else self.mode.value
+
+
+def run(name: str, goals: bool, options: Options, emit: Emit) -> None:
+    """Emit a row per mode and width; with `goals` the plain step is held to its floor."""
+    stage = name
+    widths = (1, 2) if options.smoke else WIDTHS
+    plain: dict[int, float] = {}
+    for ladder in _ladders(widths):
+        try:
+            with _freed(options.device):
+                for width, steps in _measured(name, ladder, options):
+                    if ladder.mode is None:
+                        plain[width] = steps.seconds
+                    emit(_row(stage, name, ladder, width, steps, options, plain, goals))
+        except Exception as error:
+            emit(error_row(stage, ladder.name, error))
+            if isinstance(error, torch.cuda.OutOfMemoryError):
+                continue
+
+
+def _ladders(widths: tuple[int, ...]) -> Iterator[_Ladder]:
+    yield _Ladder(None, widths)
+    for mode in (SsmRollbackMode.CARRY, SsmRollbackMode.REPLAY, SsmRollbackMode.SNAPSHOT):
+        narrow = mode is SsmRollbackMode.SNAPSHOT
+        yield _Ladder(mode, tuple(w for w in widths if not narrow or w <= SNAPSHOT_WIDTH))
+
+
+@contextmanager
+def _freed(device: str) -> Iterator[None]:
+    """Give the memory of what was built inside back to the device."""
+    try:
+        yield
+    finally:
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measured(name: str, ladder: _Ladder, options: Options) -> Iterator[tuple[int, Steps]]:
+    widest = max(ladder.widths)
+    dtype = "float32" if options.device == "cpu" else "bfloat16"
+    config = engine_config(options, widest, LENGTH, dtype)
+    if ladder.mode is not None:
+        config = replace(config, speculation=speculation(ladder.mode, widest, DRAFTS))
+    with built(name, config) as engine:
+        core = engine.core
+        if ladder.mode is not None:
+            core = forced_core(engine, config, options.acceptance)
+        for width in ladder.widths:
+            yield width, timed_steps(core, width, 3 if options.smoke else 16)
+
+
+def _row(
+    stage: str,
+    name: str,
+    ladder: _Ladder,
+    width: int,
+    steps: Steps,
+    options: Options,
+    plain: dict[int, float],
+    goals: bool,
+) -> Row:
+    model = model_of(name)
+    numbers: dict[str, int | float | str | bool | None] = {
+        "width": width,
+        "mode": ladder.name,
+        "milliseconds": steps.seconds * 1e3,
+        "tokens_per_second": steps.tokens / steps.count / steps.seconds,
+        "accepted": steps.accepted,
+        "drafted": steps.drafted,
+        "state_bytes_per_step": steps.state_bytes,
+    }
+    text = f"{steps.seconds * 1e3:.2f} ms, {numbers['tokens_per_second']:,.0f} tok/s"
+    good: bool | None = None
+    if ladder.mode is not None:
+        good = steps.drafted > 0
+        if width in plain:
+            numbers["cost"] = steps.seconds / plain[width]
+            text += f", {numbers['cost']:.2f} x plain"
+        text += f", {steps.accepted} of {steps.drafted} drafts"
+        numbers["forwards"] = len(split_verify([1 + DRAFTS] * width))
+    if options.machine is not None:
+        floor = _floor(model, ladder, width, steps, options.machine)
+        numbers |= {"floor_milliseconds": floor * 1e3, "floors": steps.seconds / floor}
+        text += f", {steps.seconds / floor:.2f} x floor"
+        if goals and ladder.mode is None and width in GOAL_WIDTHS:
+            good = steps.seconds <= GOAL_FLOORS * floor
+            text += f" (goal {GOAL_FLOORS})"
+    status = Status.INFO if good is None else verdict(good)
+    return Row(stage, f"{ladder.name} {width}", status, text, numbers)
+
+
+def _floor(
+    model: ModelConfig, ladder: _Ladder, width: int, steps: Steps, machine: Machine
+) -> float:
+    """Seconds that the measured limits allow for such a step, drafting included."""
+    if ladder.mode is None:
+        shape = StepShape(width, 1, steps.context)
+        return floor_seconds(step_work(model, shape), machine.bandwidth, machine.rate)
+    per_sequence = steps.tokens / steps.count / width
+    shape = StepShape(
+        width,
+        1 + DRAFTS,
+        steps.context,
+        ladder.mode,
+        emitted=min(1 + DRAFTS, max(1, math.floor(per_sequence + 0.5))),
+    )
+    work = (*step_work(model, shape), *draft_work(model, shape))
+    return floor_seconds(work, machine.bandwidth, machine.rate)
