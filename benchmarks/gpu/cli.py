@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     if options.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     from benchmarks.gpu import stage_card
     from benchmarks.gpu.runner import run_stages
 

@@ -23,7 +23,7 @@ from benchmarks.gpu.engines import (
     timed_steps,
 )
 from benchmarks.gpu.options import Machine, Options
-from benchmarks.gpu.rows import Row, Status, error_row, verdict
+from benchmarks.gpu.rows import Row, Status, error_row, goal, verdict
 from benchmarks.gpu.runner import Emit
 from benchmarks.traffic import StepShape, draft_work, floor_seconds, step_work
 from engine.reserve.ssm_reserve import SsmRollbackMode
@@ -65,8 +65,6 @@ def run(name: str, goals: bool, options: Options, emit: Emit) -> None:
                     emit(_row(stage, name, ladder, width, steps, options, plain, goals))
         except Exception as error:
             emit(error_row(stage, ladder.name, error))
-            if isinstance(error, torch.cuda.OutOfMemoryError):
-                continue
 
 
 def _ladders(widths: tuple[int, ...]) -> Iterator[_Ladder]:
@@ -122,9 +120,9 @@ def _row(
         "state_bytes_per_step": steps.state_bytes,
     }
     text = f"{steps.seconds * 1e3:.2f} ms, {numbers['tokens_per_second']:,.0f} tok/s"
-    good: bool | None = None
+    status = Status.INFO
     if ladder.mode is not None:
-        good = steps.drafted > 0
+        status = verdict(steps.drafted > 0)
         if width in plain:
             numbers["cost"] = steps.seconds / plain[width]
             text += f", {numbers['cost']:.2f} x plain"
@@ -135,9 +133,8 @@ def _row(
         numbers |= {"floor_milliseconds": floor * 1e3, "floors": steps.seconds / floor}
         text += f", {steps.seconds / floor:.2f} x floor"
         if goals and ladder.mode is None and width in GOAL_WIDTHS:
-            good = steps.seconds <= GOAL_FLOORS * floor
+            status = goal(steps.seconds <= GOAL_FLOORS * floor, smoke=options.smoke)
             text += f" (goal {GOAL_FLOORS})"
-    status = Status.INFO if good is None else verdict(good)
     return Row(stage, f"{ladder.name} {width}", status, text, numbers)
 
 

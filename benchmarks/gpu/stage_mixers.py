@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.gpu.engines import model_of
 from benchmarks.gpu.geometries import LARGE
 from benchmarks.gpu.options import Options
-from benchmarks.gpu.rows import Row, Status, error_row, verdict
+from benchmarks.gpu.rows import Row, Status, error_row, goal
 from benchmarks.gpu.runner import Emit
 from benchmarks.gpu.timing import median_seconds
 from benchmarks.gpu.weights import RandomWeights
@@ -91,7 +91,7 @@ def _gdn_rows(bench: Bench, width: int, context: int, options: Options) -> list[
             Row(
                 STAGE,
                 f"GDN carry K={1 + DRAFTS}, {pending} pending, width {width}",
-                verdict(cost <= GOAL_VERIFY) if judged else Status.INFO,
+                goal(cost <= GOAL_VERIFY, smoke=options.smoke) if judged else Status.INFO,
                 f"{seconds * 1e6:.1f} us, {cost:.2f} x plain"
                 + (f" (goal {GOAL_VERIFY:.2f})" if judged else ""),
                 {"seconds": seconds, "cost": cost, "width": width, "pending": pending},
@@ -121,7 +121,7 @@ def _speed(what: str, width: int, moved: int, seconds: float, options: Options) 
         numbers["bandwidth_share"] = share
         text += f", {share:.0%} of a copy"
         if width >= GOAL_WIDTH:
-            status = verdict(share >= GOAL_SHARE)
+            status = goal(share >= GOAL_SHARE, smoke=options.smoke)
             text += f" (goal {GOAL_SHARE:.0%})"
     return Row(STAGE, f"{what}, width {width}", status, text, numbers)
 

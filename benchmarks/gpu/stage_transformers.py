@@ -1,4 +1,4 @@
-"""Stage `transformers`: a random checkpoint on disk, and the tokens that it gives there and here."""
+"""Stage `transformers`: a random checkpoint on disk, and the tokens it gives there and here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIE = 1e-3
 
 
 def run(name: str, options: Options, emit: Emit) -> None:
-    """Emit whether float32 greedy tokens are the same; skipped by name where the class is missing."""
+    """Emit whether greedy float32 tokens are equal; a missing class is a named skip."""
     try:
         import transformers
     except ImportError:
