@@ -51,7 +51,7 @@ format: $(STAMP) ## let ruff mend what it can
 
 typecheck: $(STAMP) ## mypy --strict
 	$(BIN)/mypy
-	$(BIN)/mypy scripts/check_dashboard
+	$(BIN)/mypy --scripts-are-modules scripts/check_dashboard scripts/gpu_check
 
 bench: $(STAMP) ## start a server, load it, report; ARGS="--url http://host:8000" measures another one
 	@exec $(BIN)/spark bench $(or $(ARGS),--spawn)
