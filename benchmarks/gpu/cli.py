@@ -109,7 +109,7 @@ def parse(argv: Sequence[str] | None) -> Options:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--smoke", action="store_true", help="small shapes and few steps")
     parser.add_argument("--stages", default="", help="names, with commas; all when empty")
-    parser.add_argument("--kernels", default="auto", help="operators of the engine stages")
+    parser.add_argument("--kernels", default="", help="of the engine; triton on a card")
     parser.add_argument("--acceptance", type=float, default=0.8, help="chance of each draft")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for the whole run")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "gpu_check_out"))
@@ -125,5 +125,5 @@ def parse(argv: Sequence[str] | None) -> Options:
         seconds=asked.seconds,
         stages=tuple(name for name in asked.stages.split(",") if name),
         acceptance=asked.acceptance,
-        kernels=asked.kernels,
+        kernels=asked.kernels or ("triton" if asked.device == "cuda" else "naive"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import tempfile
@@ -195,6 +196,13 @@ def _step(core: EngineCore) -> int:
 def _expect_no_error(delta: TokenDelta) -> None:
     if delta.finish_reason is FinishReason.ERROR:
         raise InvariantError(f"request {delta.request_id} failed: {delta.error}")
+
+
+def free(device: str) -> None:
+    """Give the memory of engines that nobody holds any more back to the device."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _free_bytes(device: str) -> int:

@@ -25,7 +25,7 @@ class Options:
         seconds: for the whole run.
         stages: names to run, empty for all.
         acceptance: chance that a draft is made to come true.
-        kernels: operators of the engine stages, as `--kernels` of the server.
+        kernels: operators of the engine stages, as the server names them.
         machine: measured limits, None until the first stage is done.
     """
 
@@ -35,5 +35,5 @@ class Options:
     seconds: float = 290.0
     stages: tuple[str, ...] = ()
     acceptance: float = 0.8
-    kernels: str = "auto"
+    kernels: str = "triton"
     machine: Machine | None = None

@@ -5,19 +5,16 @@ The floor is that of `benchmarks.traffic` at the measured bandwidth; goals are s
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-
-import torch
 
 from benchmarks.gpu.engines import (
     Steps,
     built,
     engine_config,
     forced_core,
+    free,
     model_of,
     speculation,
     timed_steps,
@@ -57,12 +54,13 @@ def run(name: str, goals: bool, options: Options, emit: Emit) -> None:
     widths = (1, 2) if options.smoke else WIDTHS
     plain: dict[int, float] = {}
     for ladder in _ladders(widths):
+        # Also what an exception in the ladder before still held on to.
+        free(options.device)
         try:
-            with _freed(options.device):
-                for width, steps in _measured(name, ladder, options):
-                    if ladder.mode is None:
-                        plain[width] = steps.seconds
-                    emit(_row(stage, name, ladder, width, steps, options, plain, goals))
+            for width, steps in _measured(name, ladder, options):
+                if ladder.mode is None:
+                    plain[width] = steps.seconds
+                emit(_row(stage, name, ladder, width, steps, options, plain, goals))
         except Exception as error:
             emit(error_row(stage, ladder.name, error))
 
@@ -72,17 +70,6 @@ def _ladders(widths: tuple[int, ...]) -> Iterator[_Ladder]:
     for mode in (SsmRollbackMode.CARRY, SsmRollbackMode.REPLAY, SsmRollbackMode.SNAPSHOT):
         narrow = mode is SsmRollbackMode.SNAPSHOT
         yield _Ladder(mode, tuple(w for w in widths if not narrow or w <= SNAPSHOT_WIDTH))
-
-
-@contextmanager
-def _freed(device: str) -> Iterator[None]:
-    """Give the memory of what was built inside back to the device."""
-    try:
-        yield
-    finally:
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _measured(name: str, ladder: _Ladder, options: Options) -> Iterator[tuple[int, Steps]]:

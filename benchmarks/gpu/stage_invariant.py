@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
-
-import torch
 
 from benchmarks.gpu.engines import (
     PROMPT,
     built,
     engine_config,
+    free,
     generate,
     request,
     speculation,
@@ -43,7 +41,7 @@ def run(name: str, options: Options, emit: Emit) -> None:
             emit(_speculative(name, fixed, mode, together))
         except Exception as error:
             emit(error_row(STAGE, f"with drafts, {mode.value}", error))
-        _free(options.device)
+        free(options.device)
     _cost(name, usual, fixed, options, emit)
 
 
@@ -54,7 +52,7 @@ def _answers(name: str, config: EngineConfig, options: Options, emit: Emit, toke
         together = generate(engine.core, [request(n, max_tokens=tokens) for n in range(width)])
         chosen = sorted({0, width // 2, width - 1})
         alone = [generate(engine.core, [request(n, max_tokens=tokens)])[0] for n in chosen]
-    _free(options.device)
+    free(options.device)
     different = sum(together[n] != answer for n, answer in zip(chosen, alone, strict=True))
     text = f"{len(chosen)} requests alone and among {width}, {tokens} tokens, {different} differ"
     numbers = {"requests": len(chosen), "different": different, "kinds": len(set(together))}
@@ -95,14 +93,8 @@ def _cost(
         with built(name, config) as engine:
             steps = 3 if options.smoke else 16
             seconds[what] = [timed_steps(engine.core, w, steps).seconds for w in widths]
-        _free(options.device)
+        free(options.device)
     for width, before, after in zip(widths, seconds["usual"], seconds["fixed"], strict=True):
         text = f"{after * 1e3:.2f} ms instead of {before * 1e3:.2f}, {after / before:.2f} x"
         numbers = {"seconds": after, "usual_seconds": before, "cost": after / before}
         emit(Row(STAGE, f"cost at {width}", Status.INFO, text, numbers))
-
-
-def _free(device: str) -> None:
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
