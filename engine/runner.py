@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Int64 = NDArray[np.int64]
 
 
 class RowPhase(Enum):
@@ -101,19 +105,19 @@ class DraftRows:
 
 @dataclass(frozen=True, slots=True)
 class PlainRows:
-    """One final row of each of many sequences that do not speculate; lists of equal length.
+    """One final row of each of many sequences that do not speculate; arrays of int64 [n].
 
     Attributes:
         slots: state slot of each sequence.
         positions: of the rows.
-        rows: their indices in the step's `ForwardResult.hidden`.
+        rows: their indices in the step's `ForwardResult.hidden`; None where it has these rows only.
         next_tokens: the token after each row.
     """
 
-    slots: list[int]
-    positions: list[int]
-    rows: list[int]
-    next_tokens: list[int]
+    slots: Int64
+    positions: Int64
+    rows: Int64 | None
+    next_tokens: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
+import numpy as np
 from torch import Tensor
 
 from engine.request import SpeculationStats
@@ -54,6 +56,7 @@ class Speculator:
         self._choice = self._gate.choose(())
         self._prepared_at = clock()
         self._plain_run = 0
+        self._plain_rows: PlainRows | None = None
         self._verifies = 0
         self._draft_tokens = 0
         self._dcut_tokens = 0
@@ -65,6 +68,8 @@ class Speculator:
 
     def settle(self, plan: StepPlan, outcome: StepOutcome) -> None:
         """Tell the runner what of each verify is kept; comes before the commit moves any slot."""
+        if plan.rows == len(plan.segments):
+            return
         verified = [
             Verified(segment.slot, len(segment.token_ids), len(tokens))
             for segment, tokens in zip(plan.segments, outcome.tokens, strict=True)
@@ -95,7 +100,7 @@ class Speculator:
         first_rows = accumulate((len(s.token_ids) for s in plan.segments), initial=0)
         rows: list[DraftRows] = []
         owners: list[Sequence] = []
-        plain = PlainRows([], [], [], [])
+        plain: list[tuple[int, int, int, int]] = []
         parts = zip(plan.sequences, plan.segments, outcome.tokens, first_rows, strict=False)
         for sequence, segment, tokens, first_row in parts:
             slot = sequence.slot
@@ -103,10 +108,7 @@ class Speculator:
                 continue  # it ended in this step
             engaged = eager and self._gate.covers(slot)
             if not engaged and segment.phase is RowPhase.DECODE and len(tokens) == 1:
-                plain.slots.append(slot)
-                plain.positions.append(segment.start)
-                plain.rows.append(first_row)
-                plain.next_tokens.append(tokens[0])
+                plain.append((slot, segment.start, first_row, tokens[0]))
                 continue
             rows.append(
                 DraftRows(
@@ -120,8 +122,12 @@ class Speculator:
                 )
             )
             owners.append(sequence)
-        if plain.slots:
-            self._runner.remember(plain, hidden)
+        if plain:
+            table = np.array(plain, np.int64)
+            slots, positions, at = table[:, 0], table[:, 1], table[:, 2]
+            self._runner.remember(
+                PlainRows(slots, positions, at, [row[3] for row in plain]), hidden
+            )
         if rows:
             self._propose(rows, owners, hidden)
 
@@ -137,7 +143,8 @@ class Speculator:
         if not (settled and same and self._plain_run < PLAIN_RUN):
             self._plain_run = 0
             return False
-        if any(sequence.slot is None for sequence in plan.sequences):
+        if self._scheduler.holdings.slots.used != len(plan.segments):
+            # A sequence ended: slots may have moved.
             self._plain_run = 0
             return False
         self._plain_run += 1
@@ -150,14 +157,23 @@ class Speculator:
         self._reasons[reason] = self._reasons.get(reason, 0) + 1
 
     def _remember_all(self, plan: StepPlan, outcome: StepOutcome, hidden: Tensor) -> None:
-        """Remember the one row of every sequence of a plain step."""
-        plain = PlainRows(
-            slots=[sequence.slot for sequence in plan.sequences if sequence.slot is not None],
-            positions=[segment.start for segment in plan.segments],
-            rows=list(range(len(plan.segments))),
-            next_tokens=[tokens[0] for tokens in outcome.tokens],
-        )
-        self._runner.remember(plain, hidden)
+        """Remember the one row of every sequence of a plain step.
+
+        Inside a run of such steps sequences and slots stay as they are, and positions count up.
+        """
+        tokens = [found[0] for found in outcome.tokens]
+        before = self._plain_rows
+        if self._plain_run > 1 and before is not None:
+            rows = replace(before, positions=before.positions + 1, next_tokens=tokens)
+        else:
+            rows = PlainRows(
+                slots=np.array([segment.slot for segment in plan.segments], np.int64),
+                positions=np.array([segment.start for segment in plan.segments], np.int64),
+                rows=None,
+                next_tokens=tokens,
+            )
+        self._plain_rows = rows
+        self._runner.remember(rows, hidden)
 
     def _learn(self, plan: StepPlan, outcome: StepOutcome, seconds: float, now: float) -> None:
         """Count what the step's drafts came to; its seconds run from the choice before it."""

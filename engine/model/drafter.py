@@ -133,19 +133,20 @@ class Drafter:
 
     def remember(self, rows: PlainRows, hidden: Tensor) -> None:
         """Take over one final row of each sequence without drafting; hidden [step rows, H]."""
-        cursors, slots = self._cursors, np.array(rows.slots, np.int64)
-        positions = np.array(rows.positions, np.int64)
+        cursors, slots, positions = self._cursors, rows.slots, rows.positions
         for i in np.flatnonzero(cursors.end[slots] != positions).tolist():
-            cursors.begin(rows.slots[i], rows.positions[i])
+            cursors.begin(int(slots[i]), int(positions[i]))
         places = positions % LOG_ROWS
         if self._host_log is not None:
             # numpy indexes four times faster than torch, and wide plain steps do little else here.
-            self._host_log[slots, places] = hidden.numpy()[rows.rows]
+            wide = hidden.numpy()
+            self._host_log[slots, places] = wide if rows.rows is None else wide[rows.rows]
         else:
-            self.log[slots, places] = hidden[rows.rows]
+            self.log[slots, places] = hidden if rows.rows is None else hidden[rows.rows]
         self._log_tokens[slots, places] = rows.next_tokens
-        cursors.end[slots] = positions + 1
-        cursors.logged[slots] = np.maximum(cursors.logged[slots], positions + 1 - LOG_ROWS)
+        ends = positions + 1
+        cursors.end[slots] = ends
+        cursors.logged[slots] = np.maximum(cursors.logged[slots], ends - LOG_ROWS)
 
     def _expect(self, slot: int, position: int) -> None:
         """The next row of the slot is at `position`; elsewhere than expected, it starts anew."""

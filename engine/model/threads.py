@@ -19,6 +19,8 @@ LOOK = 3
 GAIN = 0.95
 # A pass that takes this many times the other choice's time ends the choice at once.
 ALARM = 2.5
+# Passes of as many rows begin with all threads: prompts are over before a look could tell.
+WIDE = 32
 _KEPT = 7
 
 
@@ -104,8 +106,8 @@ class ThreadChooser:
         key = (kind, rows.bit_length())
         found = self._buckets.get(key)
         if found is None:
-            # One thread is never far off; the first look tells.
-            found = self._buckets[key] = _Bucket(threads=1)
+            # For few rows one thread is never far off; the first look tells.
+            found = self._buckets[key] = _Bucket(threads=1 if rows < WIDE else self._most)
         return found
 
     def _other(self, threads: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,7 +108,10 @@ def test_a_pause_costs_context_and_nothing_else(oracle: Oracle, model: HybridMod
     for start in range(30, 70, 10):
         model.draft([rows(1, start, start + 10, start, engaged=False)], hidden)
     for position in range(70, 80):
-        model.remember(PlainRows([1], [position], [position], [ids[position + 1]]), hidden)
+        plain = PlainRows(
+            np.array([1]), np.array([position]), np.array([position]), [ids[position + 1]]
+        )
+        model.remember(plain, hidden)
     assert model.draft([rows(1, 80, 90, 80, engaged=True)], hidden) == want
     model.draft([rows(2, 0, 80, 0, engaged=False)], hidden)
     model.move_slot(2, 1)

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from engine.model.threads import LAST_LOOK, ThreadChooser
+from engine.model.threads import LAST_LOOK, WIDE, ThreadChooser
 
 
 def run(
@@ -47,16 +47,23 @@ def test_a_busy_neighbour_is_noticed_in_a_pass_and_costs_little_afterwards() -> 
 
 
 def test_equal_costs_keep_the_choice() -> None:
-    used = run(ThreadChooser(4), lambda threads: 1.0, 1000)
+    used = run(ThreadChooser(4), lambda threads: 1.0, 1000, rows=16)
     assert used.count(4) <= 3 * 7
+
+
+def test_wide_passes_begin_with_all_threads_and_leave_them_when_they_do_not_pay() -> None:
+    assert ThreadChooser(2).choose("prefill", WIDE) == 2
+    assert ThreadChooser(2).choose("prefill", WIDE - 1) == 1
+    used = run(ThreadChooser(2), contended, 400, rows=200)
+    assert used.count(2) <= 20 + 3 * 5
 
 
 def test_kinds_and_widths_are_apart() -> None:
     chooser = ThreadChooser(2)
-    run(chooser, calm, 200, rows=32)
-    assert chooser.choose("decode", 33) == 2
+    run(chooser, calm, 200, rows=16)
+    assert chooser.choose("decode", 17) == 2
     assert chooser.choose("decode", 1) == 1
-    assert chooser.choose("draft", 33) == 1
+    assert chooser.choose("draft", 17) == 1
 
 
 @pytest.mark.parametrize("most", [0, 1])
