@@ -52,7 +52,7 @@ class Row:
 
     def line(self) -> str:
         """Fixed columns, readable without colour."""
-        return f"{self.status.value:5}  {self.stage:12}  {self.name:38}  {self.text}".rstrip()
+        return f"{self.status.value:5}  {self.stage:12}  {self.name:42}  {self.text}".rstrip()
 
 
 def verdict(good: bool) -> Status:

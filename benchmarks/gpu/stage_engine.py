@@ -6,9 +6,11 @@ The floor is that of `benchmarks.traffic` at the measured bandwidth; goals are s
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from benchmarks.gpu.compiles import counted
 from benchmarks.gpu.engines import (
     Steps,
     built,
@@ -23,6 +25,7 @@ from benchmarks.gpu.options import Machine, Options
 from benchmarks.gpu.rows import Row, Status, error_row, goal, verdict
 from benchmarks.gpu.runner import Emit
 from benchmarks.traffic import StepShape, draft_work, floor_seconds, step_work
+from engine.build import BuiltEngine
 from engine.reserve.ssm_reserve import SsmRollbackMode
 from engine.speculation.row_budget import split_verify
 from engine.weights.model_config import ModelConfig
@@ -50,19 +53,25 @@ class _Ladder:
 
 def run(name: str, goals: bool, options: Options, emit: Emit) -> None:
     """Emit a row per mode and width; with `goals` the plain step is held to its floor."""
-    stage = name
     widths = (1, 2) if options.smoke else WIDTHS
     plain: dict[int, float] = {}
     for ladder in _ladders(widths):
         # Also what an exception in the ladder before still held on to.
         free(options.device)
         try:
-            for width, steps in _measured(name, ladder, options):
+            rows: list[Row] = []
+            for found in _measured(name, ladder, options):
+                if isinstance(found, Row):
+                    emit(found)
+                    continue
+                width, steps = found
                 if ladder.mode is None:
                     plain[width] = steps.seconds
-                emit(_row(stage, name, ladder, width, steps, options, plain, goals))
+                rows.append(_row(name, ladder, width, steps, options, plain, goals))
+                emit(rows[-1])
+            emit(_summary(name, ladder, rows))
         except Exception as error:
-            emit(error_row(stage, ladder.name, error))
+            emit(error_row(name, ladder.name, error))
 
 
 def _ladders(widths: tuple[int, ...]) -> Iterator[_Ladder]:
@@ -72,8 +81,9 @@ def _ladders(widths: tuple[int, ...]) -> Iterator[_Ladder]:
         yield _Ladder(mode, tuple(w for w in widths if not narrow or w <= SNAPSHOT_WIDTH))
 
 
-def _measured(name: str, ladder: _Ladder, options: Options) -> Iterator[tuple[int, Steps]]:
-    widest = max(ladder.widths)
+def _measured(name: str, ladder: _Ladder, options: Options) -> Iterator[tuple[int, Steps] | Row]:
+    """Steps of every width, between what the engine is made of and how ready it was."""
+    widest, began = max(ladder.widths), time.perf_counter()
     dtype = "float32" if options.device == "cpu" else "bfloat16"
     config = engine_config(options, widest, LENGTH, dtype)
     if ladder.mode is not None:
@@ -82,12 +92,29 @@ def _measured(name: str, ladder: _Ladder, options: Options) -> Iterator[tuple[in
         core = engine.core
         if ladder.mode is not None:
             core = forced_core(engine, config, options.acceptance)
-        for width in ladder.widths:
-            yield width, timed_steps(core, width, 3 if options.smoke else 16)
+        yield _made_of(name, ladder, engine, time.perf_counter() - began)
+        with counted() as late:
+            for width in ladder.widths:
+                yield width, timed_steps(core, width, 3 if options.smoke else 16)
+        text = f"{late.count} kernels compiled after warm-up (goal 0)"
+        status = verdict(late.count == 0)
+        yield Row(name, f"{ladder.name} compiles", status, text, {"compiles": late.count})
+
+
+def _made_of(name: str, ladder: _Ladder, engine: BuiltEngine, seconds: float) -> Row:
+    graphs = engine.model.graphs is not None
+    text = f"operators {engine.info.kernels}, {'with' if graphs else 'no'} CUDA graphs, "
+    return Row(
+        name,
+        f"{ladder.name} build",
+        Status.INFO,
+        f"{text}built in {seconds:.1f} s",
+        {"kernels": engine.info.kernels, "graphs": graphs, "seconds": seconds},
+        brief=False,
+    )
 
 
 def _row(
-    stage: str,
     name: str,
     ladder: _Ladder,
     width: int,
@@ -107,7 +134,7 @@ def _row(
         "state_bytes_per_step": steps.state_bytes,
     }
     text = f"{steps.seconds * 1e3:.2f} ms, {numbers['tokens_per_second']:,.0f} tok/s"
-    status = Status.INFO
+    status, held = Status.INFO, False
     if ladder.mode is not None:
         status = verdict(steps.drafted > 0)
         if width in plain:
@@ -120,9 +147,25 @@ def _row(
         numbers |= {"floor_milliseconds": floor * 1e3, "floors": steps.seconds / floor}
         text += f", {steps.seconds / floor:.2f} x floor"
         if goals and ladder.mode is None and width in GOAL_WIDTHS:
+            held = True
             status = goal(steps.seconds <= GOAL_FLOORS * floor, smoke=options.smoke)
             text += f" (goal {GOAL_FLOORS})"
-    return Row(stage, f"{ladder.name} {width}", status, text, numbers)
+    return Row(name, f"{ladder.name} {width}", status, text, numbers, brief=held)
+
+
+def _summary(name: str, ladder: _Ladder, rows: list[Row]) -> Row:
+    """All widths of a ladder on one line: milliseconds, and their ratios to the floor."""
+    columns = ("milliseconds", "floors", "cost")
+    values = {
+        column: [value for row in rows if isinstance(value := row.numbers.get(column), float)]
+        for column in columns
+    }
+    text = "ms " + " ".join(f"{ms:.1f}" for ms in values["milliseconds"])
+    for column, what in (("floors", "x floor"), ("cost", "x plain")):
+        if values[column]:
+            text += f"; {what} " + " ".join(f"{ratio:.2f}" for ratio in values[column])
+    widths = " ".join(str(width) for width in ladder.widths)
+    return Row(name, f"{ladder.name}, widths {widths}", Status.INFO, text)
 
 
 def _floor(

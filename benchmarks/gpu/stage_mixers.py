@@ -95,6 +95,7 @@ def _gdn_rows(bench: Bench, width: int, context: int, options: Options) -> list[
                 f"{seconds * 1e6:.1f} us, {cost:.2f} x plain"
                 + (f" (goal {GOAL_VERIFY:.2f})" if judged else ""),
                 {"seconds": seconds, "cost": cost, "width": width, "pending": pending},
+                brief=judged,
             )
         )
     return found
@@ -123,7 +124,7 @@ def _speed(what: str, width: int, moved: int, seconds: float, options: Options) 
         if width >= GOAL_WIDTH:
             status = goal(share >= GOAL_SHARE, smoke=options.smoke)
             text += f" (goal {GOAL_SHARE:.0%})"
-    return Row(STAGE, f"{what}, width {width}", status, text, numbers)
+    return Row(STAGE, f"{what}, width {width}", status, text, numbers, brief=width >= GOAL_WIDTH)
 
 
 def gdn_step(bench: Bench, width: int, rows: int, pending: int) -> Callable[[], Tensor]:
