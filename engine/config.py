@@ -34,6 +34,9 @@ class EngineConfig:
         enforce_eager: no CUDA graphs.
         slot_compaction: move the highest survivor onto the lowest free slot at retirement.
         speculation: how to speculate, or None to plain-decode.
+        prefix_caching: reuse KV and state of prefixes that earlier sequences computed.
+        snapshot_slots: states that are kept for it; 0 keeps none, so that nothing is reused.
+        prefix_cache_exact: reuse only what gives the very tokens that no reuse gives.
     """
 
     model_dir: str
@@ -52,3 +55,6 @@ class EngineConfig:
     enforce_eager: bool = False
     slot_compaction: bool = True
     speculation: PolicySettings | None = None
+    prefix_caching: bool = False
+    snapshot_slots: int = 0
+    prefix_cache_exact: bool = True

@@ -16,10 +16,10 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailableError, InvariantError, RequestError
 from engine.request import EngineStats, GenerationRequest, TokenDelta, TokenLogprobs
-from engine.runner import ForwardResult, ModelRunner
+from engine.runner import ForwardResult, ModelRunner, SavedState
 from engine.sampling.sampler import Sampler, accepted_burst
 from engine.sampling.shaping import TokenMask
-from engine.scheduler import Scheduler, StepKind, StepOutcome, StepPlan
+from engine.scheduler import Scheduler, StatePort, StepKind, StepOutcome, StepPlan
 from engine.speculator import Speculator, forwards_of
 
 # How long a step waits for a grammar when there is nothing else to do, and so how long a request
@@ -66,6 +66,7 @@ class EngineCore:
         eos_ids: the model's own end ids.
         masks: constrains requests that carry a grammar; without it they are refused.
         clock: seconds, for queue times, deadlines and step times.
+        reuse_decoded: the prefix cache may also keep what decode steps computed.
     """
 
     def __init__(
@@ -77,9 +78,19 @@ class EngineCore:
         eos_ids: frozenset[int] = frozenset(),
         masks: TokenMasks | None = None,
         clock: Callable[[], float] = time.monotonic,
+        reuse_decoded: bool = False,
     ) -> None:
+        states: StatePort | None = None
+        if config.prefix_caching and config.snapshot_slots:
+            drafted = runner.drafted_rows if config.speculation is not None else None
+            states = StatePort(config.snapshot_slots, reuse_decoded, self._save_state, drafted)
         self.scheduler = Scheduler(
-            config, kv_blocks=kv_blocks, move_slot=runner.move_slot, eos_ids=eos_ids, clock=clock
+            config,
+            kv_blocks=kv_blocks,
+            move_slot=runner.move_slot,
+            eos_ids=eos_ids,
+            clock=clock,
+            states=states,
         )
         self._speculator: Speculator | None = None
         if config.speculation is not None:
@@ -92,6 +103,7 @@ class EngineCore:
         self._masked: set[int] = set()
         self._clock = clock
         self._outbox: list[TokenDelta] = []
+        self._hidden = torch.empty(0)
         self._draining = False
         self._steps = 0
         self._steps_by_kind = dict.fromkeys(StepKind, 0)
@@ -181,6 +193,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Gauges and counters as of now."""
         slots, blocks = self.scheduler.holdings.slots, self.scheduler.holdings.blocks
+        cache = self.scheduler.holdings.cache
         return EngineStats(
             running=slots.used,
             waiting=len(self.scheduler.waiting),
@@ -198,6 +211,7 @@ class EngineCore:
             generation_tokens=self.scheduler.generation_tokens,
             speculation=self._speculator.stats() if self._speculator is not None else None,
             held=self.scheduler.held,
+            prefix_cache=cache.stats() if cache is not None else None,
         )
 
     def _settle(self, masks: TokenMasks) -> list[TokenDelta]:
@@ -217,6 +231,8 @@ class EngineCore:
         try:
             for slot in plan.claims:
                 self._runner.claim_slot(slot)
+            for restored in plan.restores:
+                self._runner.restore(restored)
             result = self._forward(plan)
             outcome = self._sample(plan, result)
             if speculator is not None:
@@ -227,10 +243,14 @@ class EngineCore:
             )
             kind = type(error).__name__
             return self.scheduler.fail(plan, f"the model's step failed with {kind}; try again")
+        self._hidden = result.hidden
         deltas = self.scheduler.commit(plan, outcome)
         if speculator is not None:
             speculator.prepare(plan, outcome, result.hidden)
         return deltas
+
+    def _save_state(self, saved: SavedState) -> None:
+        self._runner.save_state(saved, self._hidden)
 
     def _forward(self, plan: StepPlan) -> ForwardResult:
         """One forward, or several side by side when the verify is wider than the row budget."""

@@ -63,6 +63,7 @@ class GenerationRequest:
         priority: lower runs earlier; equal priorities are first come, first served.
         deadline: seconds after arrival at which a request that still waits is given up, or None.
         grammar: a compiled-grammar source (JSON schema text) that constrains the output, or None.
+        cache_salt: requests reuse cached prefixes of those with the same salt only.
     """
 
     request_id: int
@@ -71,6 +72,7 @@ class GenerationRequest:
     priority: int = 0
     deadline: float | None = None
     grammar: str | None = None
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +172,37 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixCacheStats:
+    """Gauges and counters of the prefix cache; counters only ever rise.
+
+    Attributes:
+        hits, misses: admissions that reused something, and (reason, admissions) that did not.
+        hit_tokens: prompt tokens that were not computed, of the `queried_tokens` of all admissions.
+        checkpoint_places, checkpoints: places for states, and those in use.
+        checkpoints_saved, checkpoints_evicted: made so far, and overwritten by another one.
+        blocks: KV blocks that the cache holds; sequences may hold them too.
+        blocks_evicted: KV blocks that it gave up to sequences.
+    """
+
+    hits: int = 0
+    misses: tuple[tuple[str, int], ...] = ()
+    hit_tokens: int = 0
+    queried_tokens: int = 0
+    checkpoint_places: int = 0
+    checkpoints: int = 0
+    checkpoints_saved: int = 0
+    checkpoints_evicted: int = 0
+    blocks: int = 0
+    blocks_evicted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Gauges and counters of the engine at the end of a step; counters only ever rise.
 
     `held` of those that wait are there for their grammar, not for room.
     `steps_by_kind` pairs a kind (`decode`, `prefill`, `mixed`, `verify`) with its count.
+    `kv_blocks_used` are those that sequences hold; the prefix cache may hold others beside them.
     """
 
     running: int = 0
@@ -193,3 +221,4 @@ class EngineStats:
     generation_tokens: int = 0
     speculation: SpeculationStats | None = None
     held: int = 0
+    prefix_cache: PrefixCacheStats | None = None

@@ -80,6 +80,44 @@ class Verified(NamedTuple):
     emitted: int
 
 
+class SavedState(NamedTuple):
+    """A state to set aside, in terms of the slot's segment in the step that just ran.
+
+    Attributes:
+        slot: state slot of the sequence, as in the step's segment.
+        place: where the copy goes.
+        rows, emitted: of the segment; as in Verified where it was a verify, else equal.
+        wanted: own rows after which the state is wanted, 1 to `emitted`.
+        hidden_row: index of the last of these in the step's `ForwardResult.hidden`.
+    """
+
+    slot: int
+    place: int
+    rows: int
+    emitted: int
+    wanted: int
+    hidden_row: int
+
+
+class Restore(NamedTuple):
+    """A state that was set aside, for a sequence that begins behind its prefix.
+
+    Attributes:
+        slot: state slot of the sequence.
+        place: where the copy lies.
+        position: tokens of the prefix, i.e. position of the sequence's first own row.
+        first_drafted: the drafter's rows are there from this position to `position - 1`; the last
+            of them depends on the token behind it.
+        next_token: the token at `position`.
+    """
+
+    slot: int
+    place: int
+    position: int
+    first_drafted: int
+    next_token: int
+
+
 @dataclass(frozen=True, slots=True)
 class DraftRows:
     """Rows of one sequence that became final in a step, for the drafter.
@@ -163,4 +201,19 @@ class ModelRunner(Protocol):
         """Take over single final rows without drafting; the same as `draft` with nothing engaged,
         and cheap enough for every step of a wide batch.
         """
+        ...
+
+    def save_state(self, saved: SavedState, hidden: Tensor) -> None:
+        """Set a state aside; comes after `accept` and before any slot is moved or claimed.
+
+        hidden [step rows, hidden] is that of the step.
+        """
+        ...
+
+    def restore(self, restored: Restore) -> None:
+        """Begin a sequence, whose slot was claimed, behind a prefix that was set aside."""
+        ...
+
+    def drafted_rows(self, slot: int) -> tuple[int, int]:
+        """(first, end) positions of the slot's sequence that the drafter's layer holds rows of."""
         ...

@@ -2,6 +2,7 @@
 
 from engine.scheduler.admission import MAX_BYPASSES
 from engine.scheduler.plan import StepKind, StepOutcome, StepPlan
+from engine.scheduler.reuse import StatePort
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Phase, Sequence
 
@@ -10,6 +11,7 @@ __all__ = [
     "Phase",
     "Scheduler",
     "Sequence",
+    "StatePort",
     "StepKind",
     "StepOutcome",
     "StepPlan",

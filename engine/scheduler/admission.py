@@ -6,8 +6,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
 from engine.config import GRID
+from engine.runner import Restore
 from engine.scheduler.holdings import Holdings
 from engine.scheduler.queue import WaitingQueue
+from engine.scheduler.reuse import PrefixReuse
 from engine.scheduler.sequence import Phase, Sequence
 
 # How often later requests may be admitted past one that does not fit yet. After that admission
@@ -32,19 +34,25 @@ class Admission:
         row_budget: int,
         *,
         clock: Callable[[], float],
+        reuse: PrefixReuse | None = None,
     ) -> None:
         self._holdings = holdings
+        self._reuse = reuse
         self._waiting = waiting
         self._row_budget = row_budget
         self._clock = clock
 
-    def admit(self, prefilling: Listing[Sequence]) -> list[Sequence]:
-        """Start the waiting sequences that fit; both lists are sorted by key."""
+    def admit(self, prefilling: Listing[Sequence]) -> tuple[list[Sequence], list[Restore]]:
+        """Start the waiting sequences that fit; both lists of sequences are sorted by key.
+
+        The second result is for those that begin behind a cached prefix.
+        """
         admitted: list[Sequence] = []
+        restores: list[Restore] = []
         passed_over: list[Sequence] = []
         ahead, next_running = 0, 0
         for sequence in self._waiting.window():
-            if self._holdings.slots.free == 0 or self._holdings.blocks.free_count == 0:
+            if self._holdings.slots.free == 0 or self._holdings.blocks.available == 0:
                 break
             while next_running < len(prefilling) and prefilling[next_running].key < sequence.key:
                 ahead += prefilling[next_running].uncomputed
@@ -53,9 +61,11 @@ class Admission:
             if self._row_budget - ahead < min(rows, GRID):
                 break
             if self._fits(sequence):
-                self._start(sequence)
+                restore = self._start(sequence)
+                if restore is not None:
+                    restores.append(restore)
                 admitted.append(sequence)
-                ahead += rows
+                ahead += rows - sequence.computed
                 for other in passed_over:
                     other.bypassed += 1
                 if any(other.bypassed >= MAX_BYPASSES for other in passed_over):
@@ -64,18 +74,32 @@ class Admission:
                 break
             else:
                 passed_over.append(sequence)
-        return admitted
+        return admitted, restores
 
     def _fits(self, sequence: Sequence) -> bool:
-        """Whether the blocks for all known tokens plus headroom are free."""
+        """Whether the blocks for all known tokens plus headroom can be had."""
         # No headroom beyond the longest output, or a request as large as the pool would never fit.
         need = min(
             sequence.blocks_to_admit() + ADMISSION_HEADROOM_BLOCKS, sequence.blocks_at_most()
         )
-        return self._holdings.blocks.free_count >= need
+        blocks = self._holdings.blocks
+        if blocks.available >= need:
+            return True
+        if self._reuse is None:
+            return False
+        # What it shares with running sequences costs nothing; what is idle counts as available.
+        path = self._reuse.lookup(sequence).path
+        return blocks.available >= need - sum(blocks.holders(node.block) > 1 for node in path)
 
-    def _start(self, sequence: Sequence) -> None:
-        """The sequence takes a slot and blocks and starts with its prompt."""
+    def _start(self, sequence: Sequence) -> Restore | None:
+        """The sequence takes a slot and blocks and starts with its prompt, or behind a prefix."""
         self._waiting.admitted(sequence, self._clock())
-        self._holdings.take(sequence, sequence.blocks_to_admit())
+        need = sequence.blocks_to_admit()
         sequence.phase = Phase.PREFILL
+        if self._reuse is None:
+            self._holdings.take(sequence, need)
+            return None
+        match = self._reuse.lookup(sequence)
+        self._holdings.take(sequence, need, [node.block for node in match.path])
+        self._reuse.take(sequence, match)
+        return self._reuse.restore(sequence, match)

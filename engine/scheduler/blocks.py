@@ -1,4 +1,4 @@
-"""Reference counts of KV block ids. Knows no tensors, no tokens and no policy."""
+"""Reference counts of KV block ids, those of a cache apart. Knows no tensors, tokens or policy."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from engine.errors import InvariantError
 
 
 class BlockAllocator:
-    """Hands out KV blocks 0..count-1; a block is free again when its last holder lets go."""
+    """Hands out KV blocks 0..count-1; a block is free again when its last holder lets go.
 
-    __slots__ = ("_free", "_holders")
+    One holder of a block may be a cache (`keep`, `drop`). A block that only the cache holds is
+    idle: nobody needs it, and the cache can be asked to drop it.
+    """
+
+    __slots__ = ("_cached", "_free", "_holders", "_idle")
 
     def __init__(self, count: int) -> None:
         # A stack whose top is the block freed last, which is the likeliest to be in the CPU cache.
         self._free = list(range(count - 1, -1, -1))
         self._holders = [0] * count
+        self._cached = [False] * count
+        self._idle = 0
 
     @property
     def total(self) -> int:
@@ -28,9 +34,19 @@ class BlockAllocator:
         return len(self._free)
 
     @property
+    def idle(self) -> int:
+        """Blocks that only the cache holds."""
+        return self._idle
+
+    @property
+    def available(self) -> int:
+        """Blocks that are free or would be if the cache dropped them."""
+        return len(self._free) + self._idle
+
+    @property
     def used(self) -> int:
-        """Blocks that somebody holds; a shared block counts once."""
-        return len(self._holders) - len(self._free)
+        """Blocks that somebody beside the cache holds; a shared block counts once."""
+        return len(self._holders) - len(self._free) - self._idle
 
     def holders(self, block: int) -> int:
         """How many hold `block`."""
@@ -55,6 +71,8 @@ class BlockAllocator:
         for block in blocks:
             if self._holders[block] == 0:
                 raise InvariantError(f"KV block {block} is free and cannot be shared")
+            if self._cached[block] and self._holders[block] == 1:
+                self._idle -= 1
             self._holders[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
@@ -64,8 +82,39 @@ class BlockAllocator:
             InvariantError: a block is freed more often than it was taken.
         """
         for block in blocks:
-            if self._holders[block] == 0:
+            left = self._holders[block] - 1
+            if left < self._cached[block]:
                 raise InvariantError(f"KV block {block} is free already")
-            self._holders[block] -= 1
-            if self._holders[block] == 0:
+            self._holders[block] = left
+            if left == 0:
                 self._free.append(block)
+            elif left == 1 and self._cached[block]:
+                self._idle += 1
+
+    def keep(self, block: int) -> None:
+        """The cache becomes one more holder of a block.
+
+        Raises:
+            InvariantError: nobody holds it, or the cache does already.
+        """
+        if self._cached[block] or self._holders[block] == 0:
+            state = "cached already" if self._cached[block] else "free"
+            raise InvariantError(f"KV block {block} is {state} and cannot be cached")
+        self._cached[block] = True
+        self._holders[block] += 1
+
+    def drop(self, block: int) -> bool:
+        """The cache lets go of a block; True when it is free now.
+
+        Raises:
+            InvariantError: the cache does not hold it.
+        """
+        if not self._cached[block]:
+            raise InvariantError(f"KV block {block} is not cached")
+        self._cached[block] = False
+        self._holders[block] -= 1
+        if self._holders[block]:
+            return False
+        self._idle -= 1
+        self._free.append(block)
+        return True

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from engine.errors import RequestError
 from engine.request import TokenLogprobs
-from engine.runner import Segment
+from engine.runner import Restore, Segment
 from engine.sampling.state import SamplingRow
 from engine.scheduler.sequence import Sequence
 
@@ -34,6 +34,7 @@ class StepPlan:
         claims: slots whose new owner's first rows are in this step; the runner clears them first.
         kind: see StepKind.
         rows: token rows in all segments.
+        restores: of the claimed slots, those whose owners begin behind a cached prefix.
     """
 
     segments: tuple[Segment, ...]
@@ -42,6 +43,7 @@ class StepPlan:
     claims: tuple[int, ...]
     kind: StepKind
     rows: int
+    restores: tuple[Restore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

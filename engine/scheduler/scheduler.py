@@ -13,12 +13,14 @@ from operator import attrgetter
 
 from engine.config import GRID, EngineConfig
 from engine.errors import ConfigError, InvariantError, RequestError
+from engine.prefix_cache import PrefixCache
 from engine.request import FinishReason, GenerationRequest, TokenDelta, TokenLogprobs
 from engine.runner import RowPhase, Segment
 from engine.scheduler.admission import Admission
 from engine.scheduler.holdings import Holdings, SlotMover
 from engine.scheduler.plan import StepOutcome, StepPlan
 from engine.scheduler.queue import WaitingQueue
+from engine.scheduler.reuse import PrefixReuse, StatePort
 from engine.scheduler.segments import build_plan
 from engine.scheduler.sequence import Phase, Sequence
 
@@ -44,6 +46,7 @@ class Scheduler:
         move_slot: copies the tensors of slot src to slot dst, called between steps only.
         eos_ids: the model's own end ids.
         clock: seconds, for queue times and deadlines.
+        states: lets sequences reuse the prefixes of earlier ones; None computes every prompt.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Scheduler:
         move_slot: SlotMover,
         eos_ids: frozenset[int] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
+        states: StatePort | None = None,
     ) -> None:
         if config.max_prefill_tokens < GRID or config.max_prefill_tokens % GRID:
             raise ConfigError(
@@ -62,8 +66,16 @@ class Scheduler:
             )
         self.holdings = Holdings(config.max_batch_size, kv_blocks, move_slot)
         self.waiting = WaitingQueue(config.max_waiting)
+        self._reuse: PrefixReuse | None = None
+        if states is not None:
+            self.holdings.cache = PrefixCache(self.holdings.blocks, states.places)
+            self._reuse = PrefixReuse(self.holdings.cache, states)
         self._admission = Admission(
-            self.holdings, self.waiting, config.max_prefill_tokens, clock=clock
+            self.holdings,
+            self.waiting,
+            config.max_prefill_tokens,
+            clock=clock,
+            reuse=self._reuse,
         )
         self.preemptions = 0
         self.prompt_tokens = 0
@@ -180,7 +192,7 @@ class Scheduler:
         """Take everything from a running sequence and queue it again at its place."""
         if self._in_flight is not None:
             raise InvariantError(f"request {sequence.request_id} preempted while a step runs")
-        self.holdings.give_back(sequence)
+        self._give_back(sequence, failed=False)
         sequence.phase = Phase.WAITING
         sequence.preemptions += 1
         self.preemptions += 1
@@ -222,12 +234,21 @@ class Scheduler:
     def check_idle(self) -> None:
         """Check that nothing is held when no request is left; costs nothing, unlike `check`.
 
+        The cache may hold blocks still: exactly those that are idle.
+
         Raises:
             InvariantError: a slot or a block leaked.
         """
+        if self._sequences:
+            return
         slots, blocks = self.holdings.slots.used, self.holdings.blocks.used
-        if not self._sequences and (slots or blocks):
+        if slots or blocks:
             raise InvariantError(f"no request is left, yet {slots} slots, {blocks} KV blocks held")
+        cache = self.holdings.cache
+        if cache is not None and len(cache) != self.holdings.blocks.idle:
+            raise InvariantError(
+                f"the prefix cache has {len(cache)} KV blocks, {self.holdings.blocks.idle} are idle"
+            )
 
     # ---- plan ----------------------------------------------------------------------------
 
@@ -244,7 +265,7 @@ class Scheduler:
             (s for s in self.holdings.running() if s.phase is not Phase.DECODE), key=_by_key
         )
         # After a preemption nobody is admitted for a step, or the freed blocks would go round.
-        admitted = [] if preempted else self._admission.admit(prefilling)
+        admitted, restores = ([], []) if preempted else self._admission.admit(prefilling)
         if admitted:
             prefilling = sorted(prefilling + admitted, key=_by_key)
         plan = build_plan(
@@ -252,6 +273,7 @@ class Scheduler:
             prefilling,
             budget=self._config.max_prefill_tokens,
             claims=tuple(s.slot for s in admitted if s.slot is not None),
+            restores=tuple(restores),
         )
         self._in_flight = plan
         return plan
@@ -266,7 +288,7 @@ class Scheduler:
         if not needy:
             return False
         missing = sum(s.blocks_missing(s.computed + 1 + len(s.drafts)) for s in needy)
-        if missing > self.holdings.blocks.free_count:
+        if missing > self.holdings.blocks.available:
             # Drafts are a luxury: they go before anybody is preempted.
             for sequence in needy:
                 sequence.drafts = sequence.drafts[
@@ -319,12 +341,13 @@ class Scheduler:
                 if len(tokens) != segment.logit_rows:
                     raise InvariantError(f"{len(tokens)} tokens from {segment.logit_rows} rows")
                 self._advance_prompt(sequence, segment)
-                if not tokens:
-                    continue
-            delta = self._emit(sequence, segment, tokens, logprobs[index] if logprobs else ())
-            deltas.append(delta)
-            if delta.finish_reason is not None:
-                ended.append(sequence)
+            if tokens:
+                delta = self._emit(sequence, segment, tokens, logprobs[index] if logprobs else ())
+                deltas.append(delta)
+                if delta.finish_reason is not None:
+                    ended.append(sequence)
+            if sequence.computed >= sequence.checkpoint_at and self._reuse is not None:
+                self._reuse.due(sequence, plan, index, len(tokens))
         for sequence in ended:
             self._release(sequence)
         deltas += self._end_aborted()
@@ -358,7 +381,7 @@ class Scheduler:
         generated = len(sequence.generated)
         if segment.phase is RowPhase.PREFILL:
             if generated == 0:
-                self.prompt_tokens += len(sequence.prompt)
+                self.prompt_tokens += len(sequence.prompt) - sequence.cached_tokens
             elif generated > 1:
                 sequence.phase = Phase.REPLAY
                 return
@@ -448,10 +471,15 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.slot is not None:
-            self.holdings.give_back(sequence)
+            self._give_back(sequence, failed=sequence.finish_reason is FinishReason.ERROR)
         sequence.phase = Phase.FINISHED
         self._held.discard(sequence.request_id)
         del self._sequences[sequence.request_id]
+
+    def _give_back(self, sequence: Sequence, *, failed: bool) -> None:
+        if self._reuse is not None:
+            self._reuse.leave(sequence, failed=failed)
+        self.holdings.give_back(sequence)
 
     def _compact(self) -> None:
         if self._config.slot_compaction:

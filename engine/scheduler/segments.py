@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Listing
 
 from engine.config import GRID
-from engine.runner import RowPhase, Segment
+from engine.runner import Restore, RowPhase, Segment
 from engine.sampling.state import SamplingRow
 from engine.scheduler.plan import StepKind, StepPlan
 from engine.scheduler.sequence import Phase, Sequence
@@ -17,6 +17,7 @@ def build_plan(
     *,
     budget: int,
     claims: tuple[int, ...],
+    restores: tuple[Restore, ...] = (),
 ) -> StepPlan:
     """The next step: every decode, then prompt and replay rows in order up to `budget` rows."""
     segments: list[Segment] = []
@@ -51,6 +52,7 @@ def build_plan(
         claims=claims,
         kind=_kind(len(decoding), len(segments) - len(decoding), has_drafts),
         rows=sum(len(segment.token_ids) for segment in segments),
+        restores=restores,
     )
 
 
@@ -83,8 +85,11 @@ def _prompt_segment(sequence: Sequence, rows: int) -> Segment:
 
 
 def _chunk(sequence: Sequence, budget: int) -> int:
-    """Prompt or replay rows for this step; prompt chunks end on the grid or at the prompt's end."""
-    rows = min(sequence.uncomputed, budget)
+    """Prompt or replay rows for this step; prompt chunks end on the grid or at the prompt's end.
+
+    Where a checkpoint is due a chunk ends too: only the state behind its last row is ever stored.
+    """
+    rows = min(sequence.uncomputed, budget, sequence.checkpoint_at - sequence.computed)
     if sequence.phase is Phase.PREFILL and rows < sequence.uncomputed:
         # `computed` is on the grid while a prompt is not finished.
         return rows // GRID * GRID

@@ -5,11 +5,13 @@ Knows no tensors and takes no decisions.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from enum import Enum
 
 from engine.config import GRID
 from engine.errors import InvariantError
+from engine.prefix_cache.tree import Key, Node
 from engine.request import FinishReason, GenerationRequest, RequestStats
 from engine.sampling.state import SamplingState
 
@@ -43,13 +45,24 @@ class Sequence:
         held: it waits for something else than room (its grammar) and is not admitted yet.
         bypassed: how often a later request was admitted past this one.
         queued_at: when it last joined the queue, in seconds of the scheduler's clock.
+        salt: whose cached prefixes it may reuse.
+        cached_tokens: prompt tokens that it did not compute when it first started.
+        checkpoint_at: `computed` at which it has something to leave in the prefix cache; prompt
+            chunks end there. Larger than every length when there is nothing.
+        targets: checkpoints of the prompt still to be made, as `computed` to come.
+        rolling: where the checkpoint of the running turn is, if it has one.
+        published: nodes of the prefix cache that hold blocks of its own.
+        block_keys: its known tokens by block, as far as they were asked for.
     """
 
     __slots__ = (
         "accepted_per_position",
+        "block_keys",
         "block_table",
         "bypassed",
+        "cached_tokens",
         "capacity",
+        "checkpoint_at",
         "computed",
         "drafted_per_position",
         "drafts",
@@ -61,13 +74,17 @@ class Sequence:
         "phase",
         "preemptions",
         "prompt",
+        "published",
         "queue_seconds",
         "queued_at",
         "request",
         "request_id",
+        "rolling",
+        "salt",
         "sampling",
         "slot",
         "stop_ids",
+        "targets",
     )
 
     def __init__(
@@ -103,6 +120,13 @@ class Sequence:
         self.preemptions = 0
         self.queued_at = now
         self.queue_seconds = 0.0
+        self.salt = request.cache_salt
+        self.cached_tokens = 0
+        self.checkpoint_at = sys.maxsize
+        self.targets: list[int] = []
+        self.rolling: Node | None = None
+        self.published: list[Node] = []
+        self.block_keys: list[Key] = []
         self.drafted_per_position: list[int] = []
         self.accepted_per_position: list[int] = []
 
@@ -175,6 +199,7 @@ class Sequence:
         return RequestStats(
             queue_seconds=self.queue_seconds,
             preemptions=self.preemptions,
+            cached_tokens=self.cached_tokens,
             drafted=sum(self.drafted_per_position),
             accepted=sum(self.accepted_per_position),
             drafted_per_position=tuple(self.drafted_per_position),
