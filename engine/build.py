@@ -18,6 +18,7 @@ from engine.config import GRID, EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.grammar.loading import grammar_masks
+from engine.model.forms import forms_agree
 from engine.model.graphs import CudaCapture
 from engine.model.hybrid import HybridModel
 from engine.model.layers import rotary_bytes
@@ -130,7 +131,15 @@ def build_engine(
         phase.done("graphs", f"{len(buckets)} CUDA graphs")
     eos = model_config.eos_token_ids
     masks = grammar_masks(config.model_dir, model_config.vocab_size, eos)
-    core = EngineCore(config, model, kv_blocks=found.kv_blocks, eos_ids=frozenset(eos), masks=masks)
+    core = EngineCore(
+        config,
+        model,
+        kv_blocks=found.kv_blocks,
+        eos_ids=frozenset(eos),
+        masks=masks,
+        keeper=model,
+        reuse_decoded=reuses_decoded(config, model, ops),
+    )
     info = BuiltInfo(model_config.vocab_size, eos, ops.name, grammar=masks is not None)
     return BuiltEngine(core, info, found, model, () if masks is None else (masks.start,))
 
@@ -163,6 +172,21 @@ def warm_up(model: HybridModel, config: EngineConfig) -> None:
     token = Segment(dummy_slot, rows, (0,), RowPhase.DECODE, 1, (dummy, dummy), 1)
     model.forward([prompt])
     model.forward([token])
+
+
+def reuses_decoded(config: EngineConfig, model: HybridModel, ops: Ops) -> bool:
+    """Whether the prefix cache may keep what decode steps computed, and says so."""
+    if not (config.prefix_caching and config.snapshot_slots):
+        return False
+    exact = ops.one_form and forms_agree(model)
+    if exact:
+        said = "prompts and answers are reused, bit for bit"
+    elif config.prefix_cache_exact:
+        said = "prompts are reused, answers are not: decode steps round differently here"
+    else:
+        said = "prompts and answers are reused, answers with another rounding than recomputed"
+    logger.info("Prefix cache of %d checkpoints: %s", config.snapshot_slots, said)
+    return exact or not config.prefix_cache_exact
 
 
 class _Phases:

@@ -16,7 +16,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailableError, InvariantError, RequestError
 from engine.request import EngineStats, GenerationRequest, TokenDelta, TokenLogprobs
-from engine.runner import ForwardResult, ModelRunner, SavedState
+from engine.runner import ForwardResult, ModelRunner, SavedState, StateKeeper
 from engine.sampling.sampler import Sampler, accepted_burst
 from engine.sampling.shaping import TokenMask
 from engine.scheduler import Scheduler, StatePort, StepKind, StepOutcome, StepPlan
@@ -66,6 +66,7 @@ class EngineCore:
         eos_ids: the model's own end ids.
         masks: constrains requests that carry a grammar; without it they are refused.
         clock: seconds, for queue times, deadlines and step times.
+        keeper: the model again, where it can set states aside; no prefix is reused without.
         reuse_decoded: the prefix cache may also keep what decode steps computed.
     """
 
@@ -78,11 +79,13 @@ class EngineCore:
         eos_ids: frozenset[int] = frozenset(),
         masks: TokenMasks | None = None,
         clock: Callable[[], float] = time.monotonic,
+        keeper: StateKeeper | None = None,
         reuse_decoded: bool = False,
     ) -> None:
         states: StatePort | None = None
-        if config.prefix_caching and config.snapshot_slots:
-            drafted = runner.drafted_rows if config.speculation is not None else None
+        self._keeper = keeper
+        if keeper is not None and config.prefix_caching and config.snapshot_slots:
+            drafted = keeper.drafted_rows if config.speculation is not None else None
             states = StatePort(config.snapshot_slots, reuse_decoded, self._save_state, drafted)
         self.scheduler = Scheduler(
             config,
@@ -232,7 +235,7 @@ class EngineCore:
             for slot in plan.claims:
                 self._runner.claim_slot(slot)
             for restored in plan.restores:
-                self._runner.restore(restored)
+                self._kept().restore(restored)
             result = self._forward(plan)
             outcome = self._sample(plan, result)
             if speculator is not None:
@@ -250,7 +253,11 @@ class EngineCore:
         return deltas
 
     def _save_state(self, saved: SavedState) -> None:
-        self._runner.save_state(saved, self._hidden)
+        self._kept().save_state(saved, self._hidden)
+
+    def _kept(self) -> StateKeeper:
+        assert self._keeper is not None, "a prefix is reused and nobody keeps states"
+        return self._keeper
 
     def _forward(self, plan: StepPlan) -> ForwardResult:
         """One forward, or several side by side when the verify is wider than the row budget."""

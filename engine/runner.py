@@ -203,6 +203,10 @@ class ModelRunner(Protocol):
         """
         ...
 
+
+class StateKeeper(Protocol):
+    """What the prefix cache needs of a model beside its steps."""
+
     def save_state(self, saved: SavedState, hidden: Tensor) -> None:
         """Set a state aside; comes after `accept` and before any slot is moved or claimed.
 

@@ -30,6 +30,7 @@ class Ops:
             see naive.py.
         draft_chain: see its naive.py; None where rows are better run one pass at a time.
         limit_threads: how many threads the numba kernels may use from now on.
+        one_form: a row leaves the same bits whether it is a prompt's, runs with many or alone.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Ops:
     move_rows: MoveRows
     draft_chain: Callable[[ChainWeights, ChainStart], tuple[Tensor, Tensor]] | None
     limit_threads: Callable[[int], None]
+    one_form: bool = False
 
 
 def naive_ops(dtype: torch.dtype) -> Ops:
@@ -115,4 +117,5 @@ def cpu_ops() -> Ops:
         move_rows=move_rows,
         draft_chain=draft_chain,
         limit_threads=lambda threads: numba.set_num_threads(min(threads, most)),
+        one_form=True,
     )

@@ -39,7 +39,6 @@ from engine.reserve.ssm_reserve import (
     SpeculationPolicy,
     SsmRollbackMode,
 )
-from engine.reserve.verify_terms import snapshot_term
 from spark_server.plan_preset import preset_words
 from spark_server.plan_view import PlanView, print_explanation, print_plan
 
@@ -162,6 +161,7 @@ def _case(asked: argparse.Namespace) -> tuple[PlanCase, Path]:
         memory_budget=_size(asked.memory_budget, "--memory-budget"),
         kv_tokens=asked.kv_tokens,
         kernels=asked.kernels,
+        snapshot_slots=asked.snapshots,
     )
     if config.memory_budget is not None and asked.gpu_memory_utilization is not None:
         raise ConfigError(
@@ -173,7 +173,6 @@ def _case(asked: argparse.Namespace) -> tuple[PlanCase, Path]:
             f"--kernels cpu runs float32 on a CPU, not {config.dtype} on {config.device}; "
             "use --kernels naive or --dtype float32 --device cpu"
         )
-    snapshots = (snapshot_term(model, asked.snapshots),) if asked.snapshots else ()
     case = plan_case(
         source,
         config,
@@ -181,7 +180,6 @@ def _case(asked: argparse.Namespace) -> tuple[PlanCase, Path]:
         share=asked.gpu_memory_utilization,
         weights_bytes=_size(asked.weights_bytes, "--weights-bytes"),
         policy=_policy(asked),
-        further=lambda config: snapshots,
     )
     return case, source
 

@@ -19,7 +19,7 @@ from engine.model.batching import Int64, StepInput, step_input
 from engine.model.mtp import MtpHead
 from engine.pools.rollback import RowLayout
 from engine.pools.shapes import LOG_ROWS
-from engine.runner import DraftRows, PlainRows, Proposal, RowPhase, Segment
+from engine.runner import DraftRows, PlainRows, Proposal, Restore, RowPhase, Segment
 from kernels.draft_chain.types import ChainStart
 from kernels.ops import Linear
 
@@ -114,6 +114,22 @@ class Drafter:
     def claim(self, slot: int) -> None:
         """A new sequence takes the slot."""
         self._cursors.begin(slot, 0)
+
+    def drafted_rows(self, slot: int) -> tuple[int, int]:
+        """(first, end) positions of the slot's sequence whose rows are in the head's KV."""
+        return int(self._cursors.first_key[slot]), int(self._cursors.written[slot])
+
+    def begin_behind(self, restored: Restore, last_hidden: Tensor) -> None:
+        """The slot's sequence begins behind a prefix; last_hidden [H] is that of its last token.
+
+        The head's row of that token depends on the token behind it, so that it is written anew.
+        """
+        cursors, slot, last = self._cursors, restored.slot, restored.position - 1
+        cursors.begin(slot, last)
+        cursors.first_key[slot] = min(restored.first_drafted, last)
+        cursors.end[slot] = restored.position
+        self.log[slot, last % LOG_ROWS] = last_hidden
+        self._log_tokens[slot, last % LOG_ROWS] = restored.next_token
 
     def move(self, src: int, dst: int) -> None:
         """The sequence in `src` goes to `dst`; its KV pages stay where they are."""

@@ -28,7 +28,9 @@ from engine.runner import (
     ForwardResult,
     PlainRows,
     Proposal,
+    Restore,
     RowPhase,
+    SavedState,
     Segment,
     Verified,
 )
@@ -77,6 +79,8 @@ class HybridModel:
         self.network = network
         self.states: SsmStatePool = pools.states
         self.kv: KvPool = pools.kv
+        self.snapshots = pools.snapshots
+        self._snapshot_hidden = pools.snapshot_hidden
         self.vocab_size = config.vocab_size
         self.device = pools.states.h.device
         self.rollback: Rollback = rollback_of(rollback, pools.states)
@@ -189,6 +193,28 @@ class HybridModel:
         """Take over single final rows without drafting; see ModelRunner.remember."""
         assert self.drafter is not None, "speculation is on without a drafter"
         self.drafter.remember(rows, hidden)
+
+    @torch.inference_mode()
+    def save_state(self, saved: SavedState, hidden: Tensor) -> None:
+        """Set a state aside for the prefix cache; see StateKeeper.save_state."""
+        verified = Verified(saved.slot, saved.rows, saved.emitted)
+        if saved.wanted == saved.rows and not self.states.pending[saved.slot]:
+            self.snapshots.save(saved.slot, saved.place)
+        else:
+            self.rollback.export(verified, saved.wanted, self.snapshots, saved.place, self.fold)
+        if self.drafter is not None:
+            self._snapshot_hidden[saved.place] = hidden[saved.hidden_row]
+
+    @torch.inference_mode()
+    def restore(self, restored: Restore) -> None:
+        """Begin a sequence behind a prefix; see StateKeeper.restore."""
+        self.snapshots.load(restored.place, restored.slot)
+        if self.drafter is not None:
+            self.drafter.begin_behind(restored, self._snapshot_hidden[restored.place])
+
+    def drafted_rows(self, slot: int) -> tuple[int, int]:
+        """(first, end) rows that the drafter's layer holds; see StateKeeper.drafted_rows."""
+        return (0, 0) if self.drafter is None else self.drafter.drafted_rows(slot)
 
     @torch.inference_mode()
     def fold(self, slots: Sequence[int]) -> None:

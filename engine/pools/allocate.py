@@ -18,6 +18,7 @@ from engine.pools.shapes import (
     state_pool_shapes,
     verify_pool_shapes,
 )
+from engine.pools.snapshots import StateSnapshots
 from engine.pools.state import SsmStatePool
 from engine.reserve.graphs import GRAPH_STATIC, uses_graphs
 from engine.reserve.ssm_reserve import SpeculationPolicy, SsmRollbackMode, mtp_slot_draft_capacity
@@ -26,6 +27,8 @@ from engine.reserve.verify_terms import (
     DRAFTER_LOG,
     REPLAY_RING,
     REPLAY_RING_DUMMY,
+    SNAPSHOT_HIDDEN,
+    SNAPSHOTS,
     VERIFY_DUMMY,
     VERIFY_POOL,
 )
@@ -36,14 +39,20 @@ from kernels.moves.naive import move_rows as naive_move_rows
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The tensors that sequences live in; drafter_log: see drafter_log_shape, 0 slots without.
+    """The tensors that sequences live in, and what the prefix cache keeps of them.
 
-    `buffers` are what captured steps read and write, where steps are captured.
+    Attributes:
+        drafter_log: see drafter_log_shape, 0 slots without a drafter.
+        snapshot_hidden: [places, H] hidden state of the last token before each snapshot, for the
+            drafter; 0 places without one.
+        buffers: what captured steps read and write, where steps are captured.
     """
 
     states: SsmStatePool
     kv: KvPool
     drafter_log: Tensor
+    snapshots: StateSnapshots
+    snapshot_hidden: Tensor
     buffers: StepBuffers | None = None
 
 
@@ -61,14 +70,18 @@ def allocate_pools(
     speculates = policy.num_drafts > 0
     pages = kv_pool_shapes(model, kv_blocks, with_mtp=speculates)
     log = drafter_log_shape(model, config.max_batch_size) if speculates else (0, 0, 0)
+    states = SsmStatePool(slots, verify, device, move_rows)
+    hidden = (config.snapshot_slots if speculates else 0, model.hidden_size)
     buffers: StepBuffers | None = None
     if uses_graphs(config):
         rows = decode_rows(config, Speculation(drafts=policy.num_drafts))
         buffers = StepBuffers(model, config, rows, dtype, device)
     return Pools(
-        SsmStatePool(slots, verify, device, move_rows),
+        states,
         KvPool(pages, dtype, device),
         torch.zeros(log, dtype=dtype, device=device),
+        StateSnapshots(states, config.snapshot_slots),
+        torch.zeros(hidden, dtype=dtype, device=device),
         buffers,
     )
 
@@ -132,9 +145,13 @@ def pool_terms(
     )
     if pools.buffers is not None:
         terms[GRAPH_STATIC] = pools.buffers.nbytes
+    if config.snapshot_slots:
+        terms[SNAPSHOTS] = pools.snapshots.nbytes
     if policy.num_drafts == 0:
         return terms
     terms[DRAFTER_LOG] = pools.drafter_log.nbytes
+    if config.snapshot_slots:
+        terms[SNAPSHOT_HIDDEN] = pools.snapshot_hidden.nbytes
     if carry:
         return terms
     dummy = states.blob_bytes

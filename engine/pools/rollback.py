@@ -5,10 +5,11 @@ Knows slots and rows, not which tokens were right: that comes in as a count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.pools.snapshots import StateSnapshots
 from engine.pools.state import SsmStatePool
 from engine.reserve.ssm_reserve import SsmRollbackMode
 from engine.runner import Verified
@@ -22,6 +23,10 @@ class RowLayout:
     ring_first: int = 0
     ring_rows: int = 0
     snapshot: int = -1
+
+
+# Runs the pending rows of the slots on their states.
+Fold = Callable[[Sequence[int]], None]
 
 
 class Rollback(Protocol):
@@ -41,6 +46,21 @@ class Rollback(Protocol):
 
     def after(self, verified: Sequence[Verified]) -> list[int]:
         """Keep what was emitted; returns the slots whose pending rows must be folded in now."""
+        ...
+
+    def export(
+        self,
+        verified: Verified,
+        wanted: int,
+        snapshots: StateSnapshots,
+        place: int,
+        fold: Fold,
+    ) -> None:
+        """Copy the state behind the first `wanted` rows of a verify to `place`.
+
+        Comes after `after` and before the slot's next forward, which is none the wiser. `wanted` is
+        at least 1 and at most what was emitted.
+        """
         ...
 
 
@@ -65,6 +85,27 @@ class Carry:
         for slot, _, emitted in verified:
             self._states.pending[slot] = emitted - 1
         return []
+
+    def export(
+        self,
+        verified: Verified,
+        wanted: int,
+        snapshots: StateSnapshots,
+        place: int,
+        fold: Fold,
+    ) -> None:
+        """The state stands behind row 0: fold as many pending rows as are wanted, keep the rest."""
+        states, slot, folded = self._states, verified.slot, wanted - 1
+        rest = verified.emitted - wanted
+        states.pending[slot] = folded
+        if folded:
+            fold([slot])
+        snapshots.save(slot, place)
+        if folded and rest:
+            for ring in (states.ring_inputs, states.ring_gates):
+                ring[:, slot, :rest] = ring[:, slot, folded : folded + rest].clone()
+            states.bytes_moved += 2 * rest * states.ring_row_bytes
+        states.pending[slot] = rest
 
 
 class _Checkpointed:
@@ -104,6 +145,23 @@ class Replay(_Checkpointed):
             self._states.pending[v.slot] = v.emitted
         return [v.slot for v in partial]
 
+    def export(
+        self,
+        verified: Verified,
+        wanted: int,
+        snapshots: StateSnapshots,
+        place: int,
+        fold: Fold,
+    ) -> None:
+        """Before the last emitted row: the checkpoint, from which the wanted rows are folded."""
+        slot = verified.slot
+        snapshots.save(slot, place)
+        if wanted < verified.emitted:
+            self.undo([slot])
+            self._states.pending[slot] = wanted
+            fold([slot])
+            snapshots.swap(slot, place)
+
 
 class Snapshot(_Checkpointed):
     """Every row leaves its state behind, and the commit picks one."""
@@ -122,6 +180,29 @@ class Snapshot(_Checkpointed):
                 states.conv[:, slot] = states.snapshot_conv[:, slot, emitted - 1]
                 states.bytes_moved += 2 * states.blob_bytes
         return []
+
+    def export(
+        self,
+        verified: Verified,
+        wanted: int,
+        snapshots: StateSnapshots,
+        place: int,
+        fold: Fold,
+    ) -> None:
+        """Before the last row: the snapshot behind the wanted one."""
+        states, slot = self._states, verified.slot
+        if wanted == verified.emitted:
+            snapshots.save(slot, place)
+            return
+        behind = states.first_place[slot] + wanted - 1
+        snapshots.put(
+            (
+                states.snapshot_h[:, behind : behind + 1],
+                states.snapshot_conv[:, slot, wanted - 1 : wanted],
+            ),
+            0,
+            place,
+        )
 
 
 def rollback_of(mode: SsmRollbackMode, states: SsmStatePool) -> Rollback:

@@ -5,6 +5,10 @@ Knows neither why a state is kept nor which tokens led to it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
 from engine.errors import InvariantError
 from engine.pools.state import SsmStatePool
 
@@ -17,24 +21,24 @@ class StateSnapshots:
         places: how many copies there is room for; 0 takes no memory.
 
     Attributes:
-        h: [places, layers, Hv, Dk, Dv], conv: [places, layers, conv_dim, kernel], in the types of
+        h: [layers, places, Hv, Dk, Dv], conv: [layers, places, conv_dim, kernel], in the types of
             the state pool.
     """
 
     def __init__(self, states: SsmStatePool, places: int) -> None:
-        def shape(pool_shape: tuple[int, ...]) -> tuple[int, ...]:
-            layers, _, *rest = pool_shape
-            return (places, layers, *rest)
+        def zeros(pool: Tensor) -> Tensor:
+            layers, _, *rest = pool.shape
+            # Zeros and not empty: the first touch of the memory is at start-up, not in a step.
+            return pool.new_zeros((layers, places, *rest))
 
         self._states = states
-        # Zeros and not empty: the first touch of the memory happens at start-up, not in a step.
-        self.h = states.h.new_zeros(shape(tuple(states.h.shape)))
-        self.conv = states.conv.new_zeros(shape(tuple(states.conv.shape)))
+        self.h = zeros(states.h)
+        self.conv = zeros(states.conv)
 
     @property
     def places(self) -> int:
         """Copies that there is room for."""
-        return int(self.h.shape[0])
+        return int(self.h.shape[1])
 
     @property
     def nbytes(self) -> int:
@@ -54,14 +58,27 @@ class StateSnapshots:
             raise InvariantError(
                 f"slot {slot} has {states.pending[slot]} pending rows and cannot be copied"
             )
-        self.h[place] = states.h[:, slot]
-        self.conv[place] = states.conv[:, slot]
+        self.put((states.h, states.conv), slot, place)
+
+    def put(self, state: Sequence[Tensor], row: int, place: int) -> None:
+        """Copy row `row` of (h, conv), each [layers, rows, ...] as the pool's, to `place`."""
+        states = self._states
+        states.copy(state, (self.h, self.conv), [row], [place])
         states.bytes_moved += 2 * states.blob_bytes
 
     def load(self, place: int, slot: int) -> None:
         """Copy what lies at `place` into `slot`, whose pending rows are forgotten."""
         states = self._states
-        states.h[:, slot] = self.h[place]
-        states.conv[:, slot] = self.conv[place]
+        states.copy((self.h, self.conv), (states.h, states.conv), [place], [slot])
         states.pending[slot] = 0
         states.bytes_moved += 2 * states.blob_bytes
+
+    def swap(self, slot: int, place: int) -> None:
+        """Exchange the state in `slot` for what lies at `place`, one layer after the other."""
+        states = self._states
+        for pool, kept in ((states.h, self.h), (states.conv, self.conv)):
+            for layer in range(pool.shape[0]):
+                here = pool[layer, slot].clone()
+                pool[layer, slot] = kept[layer, place]
+                kept[layer, place] = here
+        states.bytes_moved += 4 * states.blob_bytes

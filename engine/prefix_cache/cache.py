@@ -68,6 +68,8 @@ class PrefixCache:
         self._queried_tokens = 0
         self._misses = dict.fromkeys(Miss, 0)
         self._reclaimed = 0
+        self._stats = PrefixCacheStats(checkpoint_places=places)
+        self._stats_of: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         """KV blocks that the cache holds."""
@@ -146,16 +148,22 @@ class PrefixCache:
         self.checkpoints.check()
 
     def stats(self) -> PrefixCacheStats:
-        """Gauges and counters as of now."""
-        return PrefixCacheStats(
-            hits=self._hits,
-            misses=tuple((reason.value, count) for reason, count in self._misses.items()),
-            hit_tokens=self._hit_tokens,
-            queried_tokens=self._queried_tokens,
-            checkpoint_places=self.checkpoints.total,
-            checkpoints=self.checkpoints.used,
-            checkpoints_saved=self.checkpoints.saved,
-            checkpoints_evicted=self.checkpoints.evicted,
-            blocks=len(self._tree),
-            blocks_evicted=self._reclaimed,
-        )
+        """Gauges and counters as of now; the same object while nothing changes."""
+        places = self.checkpoints
+        counts = (self._queried_tokens, self._hits, len(self._tree), self._reclaimed)
+        now = (*counts, places.used, places.saved, places.evicted)
+        if now != self._stats_of:
+            self._stats_of = now
+            self._stats = PrefixCacheStats(
+                hits=self._hits,
+                misses=tuple((reason.value, count) for reason, count in self._misses.items()),
+                hit_tokens=self._hit_tokens,
+                queried_tokens=self._queried_tokens,
+                checkpoint_places=places.total,
+                checkpoints=places.used,
+                checkpoints_saved=places.saved,
+                checkpoints_evicted=places.evicted,
+                blocks=len(self._tree),
+                blocks_evicted=self._reclaimed,
+            )
+        return self._stats

@@ -49,7 +49,7 @@ class Node:
         self.parent = parent
         self.key = key
         self.block = block
-        self.end = 0 if parent is None else parent.end + GRID
+        self.end: int = 0 if parent is None else parent.end + GRID
         self.children: dict[Key, Node] = {}
         self.place = NO_PLACE
         self.drafted = False

@@ -296,6 +296,11 @@ def _snapshots(n: _Numbers, term: LedgerTerm) -> _Pair:
     return f"snapshots x {_STATE}", f"{term.bytes // ssm_blob(n.model).nbytes} * {n.blob}"
 
 
+def _snapshot_hidden(n: _Numbers, term: LedgerTerm) -> _Pair:
+    slots, size = n.config.snapshot_slots, element_bytes(n.config.dtype)
+    return "snapshots x H x bytes a number", f"{slots} * {n.model.hidden_size} * {size}"
+
+
 def _kv_pool(n: _Numbers, term: LedgerTerm) -> _Pair:
     return f"blocks x {_PAGE}", f"{n.blocks} * {n.kv_block}"
 
@@ -325,6 +330,7 @@ _FORMULAS: dict[str, Callable[[_Numbers, LedgerTerm], _Pair]] = {
     v.REPLAY_RING: _replay_ring,
     v.REPLAY_RING_DUMMY: _replay_dummy,
     v.SNAPSHOTS: _snapshots,
+    v.SNAPSHOT_HIDDEN: _snapshot_hidden,
     t.KV_POOL: _kv_pool,
     t.KV_DUMMY: _kv_dummy,
 }

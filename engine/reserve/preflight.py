@@ -22,7 +22,7 @@ from engine.reserve.terms import (
     kv_block_bytes,
     kv_terms,
 )
-from engine.reserve.verify_terms import verify_terms
+from engine.reserve.verify_terms import snapshot_terms, verify_terms
 from engine.weights.model_config import ModelConfig
 
 # Terms of other owners, such as snapshots: a search varies the configuration, and they follow.
@@ -92,6 +92,7 @@ class ReserveCase:
             (
                 *fixed_terms(self.model, config, self.weights_bytes, speculation),
                 *verify_terms(self.model, config, self.policy),
+                *snapshot_terms(self.model, config, self.policy),
                 *self.further(config),
                 *kv_terms(self.model, config, blocks, with_mtp=self.with_mtp),
             )
@@ -200,6 +201,9 @@ def _ways_out(
     length = largest(blocks, 1, lambda n: fits(replace(config, max_seq_len=n * GRID)))
     if length is not None and config.kv_tokens is None:
         ways.append(f"--max-seq-len {length * GRID} at this batch size")
+    slots = largest(config.snapshot_slots - 1, 0, lambda n: fits(replace(config, snapshot_slots=n)))
+    if slots is not None:
+        ways.append(f"--ssm-cache-slots {slots}")
     least = replace(config, kv_tokens=None)
     if config.kv_tokens is not None and fits(least):
         left = budget - case.ledger(least, 0).total

@@ -25,6 +25,7 @@ REPLAY_RING = "replay_ring"
 REPLAY_RING_DUMMY = "replay_ring_dummy"
 DRAFTER_LOG = "drafter_log"
 SNAPSHOTS = "snapshots"
+SNAPSHOT_HIDDEN = "snapshot_hidden"
 
 
 def verify_terms(
@@ -78,10 +79,22 @@ def verify_terms(
     return tuple(terms)
 
 
-def snapshot_term(model: ModelConfig, slots: int) -> LedgerTerm:
-    """Snapshots of the prefix cache, one blob each."""
+def snapshot_terms(
+    model: ModelConfig, config: EngineConfig, policy: SpeculationPolicy
+) -> tuple[LedgerTerm, ...]:
+    """Snapshots of the prefix cache, one blob each, and a hidden state of each for the drafter."""
+    slots = config.snapshot_slots
+    if slots == 0:
+        return ()
     blob = ssm_blob(model).nbytes
-    return LedgerTerm(SNAPSHOTS, slots * blob, TermKind.EXACT, f"{slots} of {blob} bytes")
+    term = LedgerTerm(
+        SNAPSHOTS, slots * blob, TermKind.EXACT, f"{slots} of {blob} bytes (--ssm-cache-slots)"
+    )
+    if policy.num_drafts == 0:
+        return (term,)
+    hidden = slots * model.hidden_size * element_bytes(config.dtype)
+    why = f"a hidden state of each of {slots} snapshots"
+    return (term, LedgerTerm(SNAPSHOT_HIDDEN, hidden, TermKind.EXACT, why))
 
 
 def _verify_pool_bytes(

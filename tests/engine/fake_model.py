@@ -1,9 +1,10 @@
 """A model of plain arithmetic whose tokens depend on every token of the history, in order.
 
 One half of the history lives in the slot, the other in the KV blocks, so a wrong slot, a stale
-state, a lost move or a wrong block table changes the tokens. As in the real model, prompt rows
-(chunked form, exact only on the 64 grid) and generated rows (recurrent form) leave different
-traces, and a draft's row never touches the slot before the draft is accepted.
+state, a lost move, a wrong block table or a block of another prompt changes the tokens. As in the
+real model, prompt rows (chunked form, exact only on the 64 grid) and generated rows (recurrent
+form) leave different traces, unless the model has one form for both; and a draft's row never
+touches the slot before the draft is accepted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from engine.config import GRID
 from engine.request import GenerationRequest, SamplingParams
-from engine.runner import ForwardResult, RowPhase, Segment
+from engine.runner import ForwardResult, Restore, RowPhase, SavedState, Segment
 
 _MASK = (1 << 61) - 1
 
@@ -26,11 +27,17 @@ def _mix(state: int, value: int) -> int:
 
 
 class FakeModel:
-    """A ModelRunner with `slots` states and `blocks` KV blocks of GRID tokens."""
+    """A ModelRunner with `slots` states and `blocks` KV blocks of GRID tokens.
+
+    With `one_form` prompt rows and generated rows leave the same traces.
+    """
 
     device = torch.device("cpu")
 
-    def __init__(self, slots: int, blocks: int, vocab_size: int = 97) -> None:
+    def __init__(
+        self, slots: int, blocks: int, vocab_size: int = 97, *, one_form: bool = False
+    ) -> None:
+        self._prompt_form = 0 if one_form else 5000
         self.vocab_size = vocab_size
         self.states: list[tuple[int, int]] = [(-999, 7)] * slots  # (tokens consumed, digest)
         self.pending: list[list[int]] = [[] for _ in range(slots)]
@@ -40,6 +47,7 @@ class FakeModel:
         self._ids = np.arange(1, vocab_size + 1, dtype=np.uint64)
         self.steps: list[list[Segment]] = []
         self.fail_next: Exception | None = None
+        self.saved: dict[int, tuple[int, int]] = {}  # by place, as `states`
 
     def claim_slot(self, slot: int) -> None:
         self.states[slot] = (0, 1)
@@ -50,6 +58,22 @@ class FakeModel:
         self.pending[dst] = self.pending[src]
         self.states[src] = (-999, 31)  # poison
 
+    def save_state(self, saved: SavedState, hidden: torch.Tensor) -> None:
+        consumed, digest = self.states[saved.slot]
+        verify = self.steps[-1] and saved.rows > 1 and self.pending[saved.slot]
+        for token in self.pending[saved.slot][: saved.wanted - 1] if verify else ():
+            consumed, digest = consumed + 1, _mix(digest, token + 1)
+        assert hidden[saved.hidden_row] == consumed - 1, "the hidden state of another position"
+        self.saved[saved.place] = (consumed, digest)
+
+    def restore(self, restored: Restore) -> None:
+        assert self.states[restored.slot] == (0, 1), "the slot was not claimed"
+        assert self.saved[restored.place][0] == restored.position, "the state of another position"
+        self.states[restored.slot] = self.saved[restored.place]
+
+    def drafted_rows(self, slot: int) -> tuple[int, int]:
+        return 0, 0
+
     def forward(self, segments: Sequence[Segment]) -> ForwardResult:
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
@@ -58,8 +82,8 @@ class FakeModel:
         self.steps.append(list(segments))
         rows = [row for segment in segments for row in self._run(segment)]
         logits = torch.from_numpy(np.array(rows, np.float32).reshape(len(rows), self.vocab_size))
-        total = sum(len(s.token_ids) for s in segments)
-        return ForwardResult(logits, torch.zeros(total, 1))
+        positions = [s.start + i for s in segments for i in range(len(s.token_ids))]
+        return ForwardResult(logits, torch.tensor(positions).view(-1, 1))
 
     def _run(self, segment: Segment) -> list[npt.NDArray[np.float32]]:
         slot, start = segment.slot, segment.start
@@ -79,9 +103,9 @@ class FakeModel:
                 digest = _mix(digest, 10**6)  # off the grid: other last bits
         for row, token in enumerate(segment.token_ids):
             position = start + row
-            form = 5000 if segment.phase is RowPhase.PREFILL else 0
+            form = self._prompt_form if segment.phase is RowPhase.PREFILL else 0
             digest = _mix(digest, token + 1 + form)
-            kv = self._write_kv(segment.block_table, position, token)
+            kv = self._write_kv(segment.block_table, position, token + form)
             if row < segment.committed:
                 self.states[slot] = (position + 1, digest)
             if row >= first_logit:

@@ -10,13 +10,13 @@ from engine.config import GRID
 from engine.errors import QueueFullError
 from engine.request import FinishReason, GenerationRequest
 from engine.scheduler import Sequence
-from tests.engine.fake_model import request
+from tests.engine.fake_model import FakeModel, request
 from tests.engine.test_core import VOCAB, Engine, prompt
 
 SLOTS, BLOCKS = 5, 9
 
 
-def random_request(rng: random.Random, request_id: int) -> GenerationRequest:
+def random_request(rng: random.Random, request_id: int, prompts: int = 90) -> GenerationRequest:
     max_tokens = rng.choice([1, 5, 20, 70, 150, 200])
     longest = BLOCKS * GRID + 1 - max_tokens
     length = rng.choice([1, 3, 40, 60, 63, 64, 65, 128, 300])
@@ -27,24 +27,45 @@ def random_request(rng: random.Random, request_id: int) -> GenerationRequest:
         options |= {"frequency_penalty": 1.0, "min_tokens": 3}
     return request(
         request_id,
-        prompt(min(length, longest), rng.randrange(90)),
+        prompt(min(length, longest), rng.randrange(prompts)),
         max_tokens,
         priority=rng.choice([0, 0, 0, 1, -1]),
         **options,
     )
 
 
-def churn(seed: int, *, compaction: bool, drafts: bool, arrivals: int = 25) -> dict[str, int]:
-    """One run of random traffic; checks every step and, at the end, every token."""
+def churn(
+    seed: int,
+    *,
+    compaction: bool,
+    drafts: bool,
+    arrivals: int = 25,
+    places: int = 0,
+    decoded: bool = False,
+    blocks: int = BLOCKS,
+) -> dict[str, int]:
+    """One run of random traffic; checks every step and, at the end, every token.
+
+    With `places` for checkpoints prompts reuse prefixes, `decoded` those of answers too.
+    """
     rng = random.Random(seed)
-    engine = Engine(slots=SLOTS, blocks=BLOCKS, max_waiting=8, slot_compaction=compaction)
+    engine = Engine(
+        slots=SLOTS,
+        blocks=blocks,
+        max_waiting=8,
+        slot_compaction=compaction,
+        model=FakeModel(SLOTS, blocks, VOCAB, one_form=decoded),
+        prefix_caching=places > 0,
+        snapshot_slots=places,
+        reuse_decoded=decoded,
+    )
     scheduler = engine.core.scheduler
     requests: dict[int, GenerationRequest] = {}
     aborted: set[int] = set()
     steps = 0
     while len(requests) < arrivals or engine.core.has_work():
         while len(requests) < arrivals and rng.random() < 0.3:
-            item = random_request(rng, len(requests))
+            item = random_request(rng, len(requests), 3 if places else 90)
             try:
                 engine.core.add(item)
             except QueueFullError:
@@ -78,7 +99,7 @@ def churn(seed: int, *, compaction: bool, drafts: bool, arrivals: int = 25) -> d
         reasons = [d.finish_reason for d in engine.deltas[request_id] if d.finish_reason]
         assert len(reasons) == 1
         assert (reasons[0] is FinishReason.ABORT) == (request_id in aborted)
-        alone = Engine(slots=1, blocks=BLOCKS)
+        alone = Engine(slots=1, blocks=BLOCKS, model=FakeModel(1, BLOCKS, VOCAB, one_form=decoded))
         alone.core.add(item)
         alone.finish()
         seen = engine.tokens(request_id)
@@ -86,7 +107,11 @@ def churn(seed: int, *, compaction: bool, drafts: bool, arrivals: int = 25) -> d
         assert seen == (expected[: len(seen)] if request_id in aborted else expected)
     stats = engine.core.stats()
     assert stats.generation_tokens == sum(len(engine.tokens(i)) for i in requests)
-    return {"steps": steps, "preemptions": stats.preemptions, "aborted": len(aborted)}
+    counts = {"steps": steps, "preemptions": stats.preemptions, "aborted": len(aborted)}
+    if (cache := stats.prefix_cache) is not None:
+        counts |= {"hits": cache.hits, "evicted": cache.checkpoints_evicted}
+        counts["reclaimed"] = cache.blocks_evicted
+    return counts
 
 
 def by_key(sequence: Sequence) -> tuple[int, int]:
@@ -103,6 +128,37 @@ def test_random_traffic_changes_no_token_and_leaks_nothing(
     seed: int, compaction: bool, drafts: bool
 ) -> None:
     churn(seed, compaction=compaction, drafts=drafts)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**32),
+    drafts=st.booleans(),
+    places=st.integers(1, 5),
+    decoded=st.booleans(),
+    blocks=st.integers(BLOCKS, 3 * BLOCKS),
+)
+def test_reused_prefixes_change_no_token_and_leak_nothing(
+    seed: int, drafts: bool, places: int, decoded: bool, blocks: int
+) -> None:
+    churn(seed, compaction=True, drafts=drafts, places=places, decoded=decoded, blocks=blocks)
+
+
+def test_a_long_churn_reuses_and_evicts() -> None:
+    total = dict.fromkeys(("preemptions", "hits", "evicted", "reclaimed"), 0)
+    for seed in range(4):
+        counts = churn(
+            seed,
+            compaction=seed != 3,
+            drafts=seed == 2,
+            arrivals=50,
+            places=3 + seed % 2,
+            decoded=seed > 1,
+            blocks=BLOCKS + 6 * (seed % 3),
+        )
+        total = {name: total[name] + counts[name] for name in total}
+    assert total["hits"] > 15, total
+    assert min(total["preemptions"], total["evicted"], total["reclaimed"]) > 8, total
 
 
 def test_a_long_churn_preempts_often() -> None:

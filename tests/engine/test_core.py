@@ -19,6 +19,7 @@ from engine.scheduler import MAX_BYPASSES
 from tests.engine.fake_model import FakeModel, request
 
 VOCAB = 97
+CORE_ARGUMENTS = ("masks", "clock", "eos_ids", "reuse_decoded")
 
 
 class Engine:
@@ -28,13 +29,13 @@ class Engine:
         self, *, slots: int = 8, blocks: int = 64, model: Any = None, **extra: Any
     ) -> None:
         self.model = model or FakeModel(slots, blocks, VOCAB)
-        core = {k: extra.pop(k) for k in ("masks", "clock", "eos_ids") if k in extra}
+        core = {k: extra.pop(k) for k in CORE_ARGUMENTS if k in extra}
         config = {"max_prefill_tokens": 128, "max_seq_len": 1000, **extra}
         self.core = EngineCore(
             EngineConfig("none", max_batch_size=slots, **config),
             self.model,
             kv_blocks=blocks,
-            **{"eos_ids": frozenset({0}), **core},
+            **{"eos_ids": frozenset({0}), "keeper": self.model, **core},
         )
         self.deltas: dict[int, list[TokenDelta]] = {}
 

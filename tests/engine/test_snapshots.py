@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.config import EngineConfig
 from engine.errors import InvariantError
 from engine.pools.shapes import state_pool_shapes, verify_pool_shapes
 from engine.pools.snapshots import StateSnapshots
 from engine.pools.state import SsmStatePool
-from engine.reserve.verify_terms import snapshot_term
+from engine.reserve.ssm_reserve import SpeculationPolicy
+from engine.reserve.verify_terms import snapshot_terms
 from engine.weights.model_config import ModelConfig, parse_config
 from tests.engine.tiny_weights import text_config
 
@@ -62,7 +64,8 @@ def test_bytes_are_those_of_the_ledger(
 ) -> None:
     snapshots = StateSnapshots(states, places)
     assert snapshots.places == places
-    assert snapshots.nbytes == snapshot_term(model, places).bytes == places * states.blob_bytes
+    terms = snapshot_terms(model, EngineConfig("x", snapshot_slots=places), SpeculationPolicy())
+    assert snapshots.nbytes == sum(t.bytes for t in terms) == places * states.blob_bytes
 
 
 def test_moved_bytes_are_counted(states: SsmStatePool) -> None:

@@ -31,11 +31,14 @@ def build(
     drafts: int = 3,
     threads: int = 1,
     mode: SsmRollbackMode = SsmRollbackMode.CARRY,
+    snapshots: int = 0,
 ) -> HybridModel:
     """Model with SLOTS slots, all of which may verify `drafts` drafts, and its drafter."""
     config = load_config(folder)
     policy = SpeculationPolicy(drafts, mode)
-    limits = EngineConfig(str(folder), max_batch_size=SLOTS, max_seq_len=512)
+    limits = EngineConfig(
+        str(folder), max_batch_size=SLOTS, max_seq_len=512, snapshot_slots=snapshots
+    )
     pools = allocate_pools(config, limits, policy, SLOTS * BLOCKS_EACH, torch.float32)
     ops = operators(kernels)
     network = load_network(folder, config, pools, ops, 512, with_mtp=True)
