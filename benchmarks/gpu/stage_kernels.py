@@ -60,10 +60,10 @@ def run(operator: str, options: Options, emit: Emit) -> None:
                 break
             continue
         found.append(one)
-        emit(_case_row(operator, case, one))
+        emit(_case_row(operator, case, one, options))
         if device.type == "cuda":
             gc.collect()
-    emit(_summary(operator, len(cases), found))
+    emit(_summary(operator, len(cases), found, options))
 
 
 def check_case(case: Case, options: Options, *, timed: bool) -> Found:
@@ -82,8 +82,9 @@ def roofline_seconds(case: Case, machine: Machine) -> float:
     return max(case.bytes / machine.bandwidth, case.flops / machine.rate)
 
 
-def _case_row(operator: str, case: Case, found: Found) -> Row:
-    share = "" if found.share is None else f", {found.share:.0%} of the roofline"
+def _case_row(operator: str, case: Case, found: Found, options: Options) -> Row:
+    timed = found.share is not None and not options.smoke
+    share = f", {found.share:.0%} of the roofline" if timed else ""
     return Row(
         operator,
         f"{case.name} {_dtype(case)}",
@@ -100,14 +101,15 @@ def _case_row(operator: str, case: Case, found: Found) -> Row:
     )
 
 
-def _summary(operator: str, count: int, found: list[Found]) -> Row:
+def _summary(operator: str, count: int, found: list[Found], options: Options) -> Row:
     if not count:
         return Row(operator, operator, Status.FAIL, f"kernels/{operator}/cases.py gives no case")
     if not found:
         return Row(operator, operator, Status.FAIL, f"none of {count} cases ran")
     worst = max(found, key=lambda one: one.error / one.tolerance)
     shares = [one.share for one in found if one.share is not None]
-    speed = f", {min(shares):.0%} to {max(shares):.0%} of the roofline" if shares else ""
+    timed = shares and not options.smoke
+    speed = f", {min(shares):.0%} to {max(shares):.0%} of the roofline" if timed else ""
     return Row(
         operator,
         operator,
