@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 Int64 = npt.NDArray[np.int64]
+Index = list[int] | Tensor
 
 
 def send(device: torch.device, *arrays: Int64) -> tuple[Tensor, ...]:
@@ -25,6 +26,13 @@ def send(device: torch.device, *arrays: Int64) -> tuple[Tensor, ...]:
         return tuple(torch.from_numpy(array) for array in arrays)
     placed = staged(arrays, device).to(device, non_blocking=True)
     return split(placed, [array.shape for array in arrays])
+
+
+def indices(device: torch.device, *places: list[int]) -> tuple[Index, ...]:
+    """Lists of places as indices into tensors of the device; on a CPU they are fine as they are."""
+    if device.type == "cpu":
+        return places
+    return send(device, *(np.array(each, np.int64) for each in places))
 
 
 def staged(arrays: Sequence[Int64], device: torch.device) -> Tensor:

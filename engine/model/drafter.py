@@ -20,6 +20,7 @@ from engine.model.mtp import MtpHead
 from engine.pools.rollback import RowLayout
 from engine.pools.shapes import LOG_ROWS
 from engine.runner import DraftRows, PlainRows, Proposal, Restore, RowPhase, Segment
+from engine.transfer import fetch, indices, send
 from kernels.draft_chain.types import ChainStart
 from kernels.ops import Linear
 
@@ -84,6 +85,7 @@ class Drafter:
         lm_head: the target's.
         log: zeros [slots + 1, LOG_ROWS, H] for remembered hidden states, in the activations' dtype.
         dummy_block: pads block tables.
+        table_width: blocks of every block table, 0 for as many as a pass needs.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Drafter:
         lm_head: Linear,
         log: Tensor,
         dummy_block: int,
+        table_width: int = 0,
     ) -> None:
         self._head = head
         self._embed = embed
@@ -101,6 +104,7 @@ class Drafter:
         self._chain = head.chain
         self._draft_chain = head.ops.draft_chain
         self._dummy_block = dummy_block
+        self._table_width = table_width
         self.device = embed.device
         self.log = log
         plain = log.device.type == "cpu" and log.dtype == torch.float32
@@ -158,7 +162,9 @@ class Drafter:
             wide = hidden.numpy()
             self._host_log[slots, places] = wide if rows.rows is None else wide[rows.rows]
         else:
-            self.log[slots, places] = hidden if rows.rows is None else hidden[rows.rows]
+            kept = () if rows.rows is None else (rows.rows,)
+            slot_index, place_index, *row_index = send(self.device, slots, places, *kept)
+            self.log[slot_index, place_index] = hidden[row_index[0]] if row_index else hidden
         self._log_tokens[slots, places] = rows.next_tokens
         ends = positions + 1
         cursors.end[slots] = ends
@@ -175,7 +181,8 @@ class Drafter:
         end = entry.start + len(entry.next_tokens)
         places = np.arange(end - count, end) % LOG_ROWS
         last = entry.first_row + len(entry.next_tokens)
-        self.log[entry.slot, places] = hidden[last - count : last]
+        (at,) = indices(self.device, places.tolist())
+        self.log[entry.slot, at] = hidden[last - count : last]
         self._log_tokens[entry.slot, places] = entry.next_tokens[-count:]
         cursors = self._cursors
         cursors.end[entry.slot] = end
@@ -187,25 +194,24 @@ class Drafter:
         if self._chain is not None:
             return self._chained(rows, first)
         state, logits = self._run(self._step(first.segments(rows), rows), first.hidden)
-        tokens: list[list[int]] = [[] for _ in rows]
-        logprobs: list[list[float]] = [[] for _ in rows]
         active = [i for i, entry in enumerate(rows) if entry.drafts]
+        drafted, numbers = [], []
         depth, step = 1, None
         while active:
             best, chosen = self._top1(logits)
-            for i, token, logprob in zip(active, best.tolist(), chosen.tolist(), strict=True):
-                tokens[i].append(token)
-                logprobs[i].append(logprob)
+            drafted.append(active)
+            numbers += [best, chosen]
             depth += 1
             keep = [n for n, i in enumerate(active) if rows[i].drafts >= depth]
             if len(keep) < len(active):
-                active, state, best = [active[n] for n in keep], state[keep], best[keep]
+                (at,) = indices(self.device, keep)
+                active, state, best = [active[n] for n in keep], state[at], best[at]
                 step = None
             if active:
                 # The next first pass writes over the keys and values of re-fed rows.
                 step = self._refed([rows[i] for i in active], best, step)
                 state, logits = self._run(step, state)
-        return [Proposal(tuple(t), tuple(p)) for t, p in zip(tokens, logprobs, strict=True)]
+        return _proposals(len(rows), drafted, numbers)
 
     def _chained(self, rows: Sequence[DraftRows], first: _FirstPass) -> list[Proposal]:
         """Everything in one call, where the head is small enough."""
@@ -261,18 +267,25 @@ class Drafter:
             tokens.append(own)
             for field in (cursors.end, cursors.written, cursors.logged):
                 field[slot] = entry.start + fresh
+        at = indices(self.device, fresh_from, fresh_at, logged_at, logged_from)
         if not logged_at:
-            return _FirstPass(begins, tokens, hidden[fresh_from].to(self._dtype))
+            return _FirstPass(begins, tokens, hidden[at[0]].to(self._dtype))
         inputs = torch.empty((total, hidden.shape[1]), dtype=self._dtype, device=self.device)
-        inputs[fresh_at] = hidden[fresh_from].to(self._dtype)
-        inputs[logged_at] = self.log.view(-1, hidden.shape[1])[logged_from]
+        inputs[at[1]] = hidden[at[0]].to(self._dtype)
+        inputs[at[2]] = self.log.view(-1, hidden.shape[1])[at[3]]
         return _FirstPass(begins, tokens, inputs)
 
     def _step(self, segments: Sequence[Segment], rows: Sequence[DraftRows]) -> StepInput:
         layouts = [RowLayout(len(s.token_ids)) for s in segments]
         first_key = self._cursors.first_key[[entry.slot for entry in rows]]
         return step_input(
-            segments, layouts, self._no_pending, self._dummy_block, self.device, first_key
+            segments,
+            layouts,
+            self._no_pending,
+            self._dummy_block,
+            self.device,
+            first_key,
+            self._table_width,
         )
 
     def _refed(
@@ -292,6 +305,21 @@ class Drafter:
         embedded = self._embed[step.token_ids].to(self._dtype)
         out = self._head(embedded, inputs, step.batch, step.logit_rows)
         return out, self._lm_head(out).float() if len(out) else out
+
+
+def _proposals(count: int, drafted: list[list[int]], numbers: list[Tensor]) -> list[Proposal]:
+    """Of `count` entries; numbers: ids and log-probabilities of each pass over `drafted` entries.
+
+    Only here does the host wait for the drafts, once for all passes.
+    """
+    tokens: list[list[int]] = [[] for _ in range(count)]
+    logprobs: list[list[float]] = [[] for _ in range(count)]
+    host = [tensor.tolist() for tensor in fetch(*numbers)] if numbers else []
+    for entries, ids, chances in zip(drafted, host[::2], host[1::2], strict=True):
+        for i, token, logprob in zip(entries, ids, chances, strict=True):
+            tokens[i].append(token)
+            logprobs[i].append(logprob)
+    return [Proposal(tuple(t), tuple(p)) for t, p in zip(tokens, logprobs, strict=True)]
 
 
 def _segment(entry: DraftRows, start: int, tokens: tuple[int, ...]) -> Segment:

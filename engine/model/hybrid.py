@@ -92,6 +92,7 @@ class HybridModel:
                 network.lm_head,
                 pools.drafter_log,
                 pools.kv.dummy_block,
+                table_width,
             )
         self.graphs: StepGraphs | None = None
         self._table_width = table_width

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.pools.shapes import FLOAT32_BYTES, StatePoolShapes, VerifyPoolShapes
+from engine.transfer import send
 from kernels.gdn.types import GdnState
 from kernels.moves.naive import MoveRows
 from kernels.moves.naive import move_rows as naive_move_rows
@@ -100,9 +101,7 @@ class SsmStatePool:
         dst: Sequence[int],
     ) -> None:
         """targets[i][:, dst] = sources[i][:, src]; the host does not wait for the device."""
-        index = torch.tensor((src, dst), dtype=torch.int64)
-        if self.h.device.type != "cpu":
-            index = index.pin_memory().to(self.h.device, non_blocking=True)
+        (index,) = send(self.h.device, np.array((src, dst), np.int64))
         self._move_rows(sources, targets, index[0], index[1])
 
     def move(self, src: int, dst: int) -> None:

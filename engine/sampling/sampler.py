@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.errors import InvariantError
 from engine.request import TokenLogprobs
 from engine.sampling.draws import inverse_cdf, uniforms
+from engine.sampling.on_device import draw_on_device
 from engine.sampling.shaping import (
     Row,
     TokenMask,
@@ -43,7 +44,7 @@ class SampledRows:
 
 
 class Sampler:
-    """Draws tokens on the host; a row's result is the same, bit for bit, in any batch.
+    """Draws tokens; a row's result is the same, bit for bit, in any batch.
 
     Argmax and draws are vector operations over many rows; only rows with bias, penalties, filters
     or masks are visited one by one.
@@ -79,8 +80,8 @@ class Sampler:
         changed = [i for i, row in enumerate(rows) if _changes_logits(row) or i in allowed]
         sampled = [i for i, row in enumerate(rows) if not row.state.greedy]
         wanted = [i for i, row in enumerate(rows) if row.state.wants_logprobs]
-        if logits.device.type != "cpu" and not (changed or sampled or wanted):
-            return _argmax_on_device(logits)
+        if logits.device.type != "cpu":
+            return self._sample_on_device(logits, rows, allowed, sorted({*changed, *wanted}))
         host = logits.detach().to("cpu", torch.float32).contiguous().numpy()
         best = host.argmax(axis=1)
         tokens: list[int] = best.tolist()
@@ -100,6 +101,26 @@ class Sampler:
         }
         return SampledRows(tokens, logprobs, frozenset(failed))
 
+    def _sample_on_device(
+        self,
+        logits: Tensor,
+        rows: Sequence[SamplingRow],
+        allowed: Mapping[int, TokenMask],
+        on_host: list[int],
+    ) -> SampledRows:
+        """Draw where the logits are; only rows that a request shapes or asks about travel."""
+        tokens, failed, travelled = draw_on_device(logits, rows, on_host)
+        if not on_host:
+            return SampledRows(tokens, {}, frozenset(failed))
+        there = {i: allowed[index] for i, index in enumerate(on_host) if index in allowed}
+        part = self.sample(travelled, [rows[index] for index in on_host], there)
+        for i, index in enumerate(on_host):
+            tokens[index] = part.tokens[i]
+        logprobs = {on_host[i]: entry for i, entry in part.logprobs.items()}
+        return SampledRows(
+            tokens, logprobs, frozenset({*failed, *(on_host[i] for i in part.failed)})
+        )
+
 
 def accepted_burst(drafts: Sequence[int], targets: Sequence[int]) -> Sequence[int]:
     """The tokens that a verified step emits: targets up to and with the first unmatched one.
@@ -117,13 +138,6 @@ def accepted_burst(drafts: Sequence[int], targets: Sequence[int]) -> Sequence[in
 
 def _changes_logits(row: SamplingRow) -> bool:
     return row.state.changes_logits or row.position < row.state.min_tokens
-
-
-def _argmax_on_device(logits: Tensor) -> SampledRows:
-    """All rows greedy: only n ids travel to the host. Equal logits go to the lowest id."""
-    highest, best = logits.max(dim=-1).values, logits.argmax(dim=-1)
-    failed = torch.nonzero(~torch.isfinite(highest)).flatten().tolist()
-    return SampledRows(best.tolist(), {}, frozenset(failed))
 
 
 def _draw(
