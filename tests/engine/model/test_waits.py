@@ -266,6 +266,6 @@ def test_a_read_would_be_noticed(read: Callable[[Tensor], object]) -> None:
     with counted() as copies:
         try:
             read(numbers)
-        except (NotImplementedError, RuntimeError) as error:
+        except Exception as error:
             copies.reads.append(str(error))
     assert copies.down or copies.reads
