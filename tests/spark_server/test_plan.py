@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,3 +114,186 @@ def test_planning_needs_neither_torch_nor_numba_nor_the_settings() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr
+
+
+def values(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """The JSON of a plan, also of one that does not fit."""
+    with contextlib.suppress(DoesNotFitError):
+        main([*words, "--json"])
+    parsed = json.loads(capsys.readouterr().out)
+    assert isinstance(parsed, dict)
+    return parsed
+
+
+CARD = ("--device", "cuda", "--num-drafts", "3")
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "tokens", "batch", "length", "share"),
+    [
+        ("qwen3.5-0.8b", "24GB", 1_195_264, 749, 262_144, 0.19),
+        ("qwen3.5-0.8b", "80GiB", 5_081_216, 3088, 262_144, 0.06),
+        ("qwen3.5-0.8b", "121.7GiB", 7_892_160, 4096, 262_144, 0.04),
+        ("qwen3.6-27b", "24GB", None, None, None, None),
+        ("qwen3.6-27b", "80GiB", 218_816, 123, 217_984, 0.73),
+        ("qwen3.6-27b", "121.7GiB", 797_504, 371, 262_144, 0.48),
+        ("qwen3.6-35b-a3b", "24GB", None, None, None, None),
+        ("qwen3.6-35b-a3b", "80GiB", 96_512, 61, 95_488, 0.88),
+        ("qwen3.6-35b-a3b", "121.7GiB", 1_885_312, 635, 262_144, 0.58),
+    ],
+)
+def test_three_models_on_three_devices(
+    name: str,
+    device: str,
+    tokens: int | None,
+    batch: int | None,
+    length: int | None,
+    share: float | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = values(capsys, name, *CARD, "--device-memory", device)
+    assert found["fits"] is (tokens is not None)
+    assert found.get("kv_tokens") == tokens
+    assert (found["total_bytes"] <= found["budget_bytes"]) is found["fits"]
+    assert found["limits"] == {
+        "max_batch_size": batch,
+        "max_seq_len": length,
+        "gpu_memory_utilization": {"lowest": share, "highest": 1.0},
+    }
+    kept = [mode["kv_tokens"] for mode in found["rollback_modes"] if mode["kv_tokens"]]
+    assert kept == sorted(kept, reverse=True), "off, carry, replay and snapshot leave less and less"
+
+
+def test_where_only_some_modes_fit_the_plan_says_which(capsys: pytest.CaptureFixture[str]) -> None:
+    found = values(capsys, "qwen3.6-35b-a3b", *CARD, "--device-memory", "80GiB")
+    modes = {mode["mode"]: mode for mode in found["rollback_modes"]}
+    assert [name for name, mode in modes.items() if mode["kv_tokens"]] == ["off", "carry"]
+    assert modes["replay"]["lowest_gpu_memory_utilization"] == 0.91
+
+
+def test_a_plan_that_does_not_fit_is_printed_and_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(DoesNotFitError, match=r"24\.00 GB|22\.35 GiB") as caught:
+        main(["qwen3.6-27b", "--device", "cuda", "--device-memory", "24GB"])
+    out = capsys.readouterr().out
+    assert "53797287936" in out
+    assert out.splitlines()[-1].split()[0] == "snapshot"
+    assert "does not fit" in out
+    found = values(capsys, "qwen3.6-27b", "--device", "cuda", "--device-memory", "24GB")
+    assert found["error"] == str(caught.value)
+    assert found["total_bytes"] > found["budget_bytes"] == int(24e9 * 0.9)
+
+
+def test_the_plain_chart_is_to_scale(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["qwen3.6-27b", *CARD, "--device-memory", "80GiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    chart = {line.split()[0]: line for line in lines if line.endswith(" %") and "#" in line}
+    assert chart["weights"].count("#") == round(40 * 54646738944 / (80 * GIB)) == 25
+    assert chart["kv_dummy"].count("#") == 1
+    shares = [float(line.split()[-2]) for line in chart.values()]
+    assert abs(sum(shares) - 100) < 0.1 * len(shares), "the device is drawn whole"
+    assert all(line.isascii() for line in lines)
+
+
+def test_a_terminal_gets_colour_and_the_same_numbers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for name, value in (("COLUMNS", "200"), ("TERM", "xterm-256color"), ("FORCE_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert main(["qwen3.6-27b", *CARD, "--device-memory", "80GiB"]) == 0
+    coloured = capsys.readouterr().out
+    assert "\x1b[" in coloured
+    assert "█" * 25 in coloured
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
+    assert "54646738944" in plain
+    assert re.search(r"--max-batch-size +32 +up to 123", plain)
+    assert re.search(r"replay +[\d.]+ GiB +141824", plain)
+
+
+@pytest.mark.parametrize("term", ["state_pool", "kv_pool", "logits", "weights"])
+def test_a_term_is_explained_with_its_bytes(term: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["qwen3.6-27b", *CARD, "--device-memory", "80GiB", "--explain", term]
+    assert main(words) == 0
+    first, _, formula, *_ = capsys.readouterr().out.splitlines()
+    size = int(first.removeprefix(f"{term}: ").split()[0])
+    assert int(eval(formula.strip().removeprefix("= "))) == size
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["name"], told["bytes"]) == (term, size)
+    assert f"  = {told['numbers']}" == formula
+
+
+def test_a_term_of_a_plan_that_does_not_fit_is_explained_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["qwen3.6-27b", "--device", "cuda", "--device-memory", "24GB", "--explain", "kv_pool"]
+    assert main(words) == 0
+    assert "= 64 * 16 * 2 * 4 * 256 * 64 * 2" in capsys.readouterr().out
+
+
+def test_this_machine_is_asked_when_no_device_is_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = values(capsys, "spark-tiny")["device_memory"]
+    assert found["kind"] == "host"
+    assert 0 < found["available_bytes"] <= found["total_bytes"]
+    assert found["host_reserve_bytes"] == found["total_bytes"] // 32
+
+
+def test_a_gpu_that_shares_the_hosts_memory_keeps_some_free(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("spark-tiny", "--device", "cuda", "--device-memory", "100GiB")
+    shared = values(capsys, *words, "--host-reserve", "20GiB")
+    assert shared["device_memory"]["kind"] == "unified"
+    assert shared["budget_bytes"] == 80 * GIB
+    assert shared["limits"]["gpu_memory_utilization"]["highest"] == 0.8
+    assert values(capsys, *words)["budget_bytes"] == 90 * GIB
+
+
+def test_a_preset_stands_for_its_settings_and_flags_win(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    preset = tmp_path / "mine.toml"
+    preset.write_text(
+        '[model]\nmodel = "spark-tiny"\ndevice = "cpu"\n[batching]\nmax_batch_size = 7\n'
+        'max_seq_len = 640\n[memory]\nmemory_budget = "2GiB"\n'
+        "[speculation]\nspeculative = true\nnum_drafts = 2\n"
+    )
+    words = ("--num-drafts", "2", "--max-seq-len", "640", "--device-memory", "8GiB")
+    same = ("spark-tiny", "--max-batch-size", "7", *words)
+    device = ("--device-memory", "8GiB")
+    assert values(capsys, str(preset), *device) == values(capsys, *same, "--memory-budget", "2GiB")
+    shorter = values(capsys, str(preset), *device, "--max-batch-size", "3", "--num-drafts", "0")
+    assert shorter["budget_bytes"] == 2 * GIB
+    assert "drafter_log" not in {term["name"] for term in shorter["terms"]}
+    share = values(capsys, "--gpu-memory-utilization", "0.75", str(preset), *device)
+    assert share["budget_bytes"] == 6 * GIB
+    with pytest.raises(ConfigError, match=r"--config .*none\.toml: No such file"):
+        main([str(tmp_path / "none.toml")])
+    preset.write_text("[batching]\nmax_batch = 7\n")
+    with pytest.raises(ConfigError, match="max_batch is no setting, did you mean max_batch_size"):
+        main([str(preset)])
+
+
+def test_every_preset_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (files("configs") / "presets").iterdir():
+        assert values(capsys, str(path), "--device-memory", "32GiB")["fits"], path.name
+
+
+def test_without_a_ladder_every_slot_is_deep(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("qwen3.6-27b", *CARD, "--device-memory", "500GiB", "--ssm-rollback-mode", "snapshot")
+
+    def pool(*more: str) -> int:
+        found = values(capsys, *words, "--max-batch-size", "128", *more)
+        return int(next(t["bytes"] for t in found["terms"] if t["name"] == "verify_pool"))
+
+    h, conv = 150_994_944, 7_864_320
+    checkpoint = h + conv
+    assert pool() == 32 * checkpoint + (8 * 3 + 24) * h + 32 * 4 * conv
+    assert pool("--no-ladder") == 32 * (checkpoint + 3 * h + 4 * conv)
+    assert pool("--full-width") == 128 * (checkpoint + 3 * h + 4 * conv)
+    assert pool("--mtp-max-seqs", "48") == 48 * checkpoint + (24 + 40) * h + 48 * 4 * conv
