@@ -18,6 +18,7 @@ from engine.model.layers import (
 )
 from engine.model.mtp import MtpHead
 from engine.pools.allocate import Pools
+from engine.reserve.parameters import CHAIN_BYTES
 from engine.weights.layout import (
     AttentionWeights,
     DenseMlpWeights,
@@ -29,9 +30,6 @@ from engine.weights.loader import Checkpoint, Progress
 from engine.weights.model_config import ModelConfig
 from kernels.draft_chain.types import ChainWeights
 from kernels.ops import Ops
-
-# Larger heads are bound by memory, not by calls: products on several threads serve them better.
-CHAIN_BYTES = 16 * 2**20
 
 
 def load_network(

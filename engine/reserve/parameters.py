@@ -24,6 +24,10 @@ _ELEMENT_BYTES = {
     "BF16": 2,
     "F16": 2,
 }
+# As safetensors spells them, and as config.json does.
+_SPELLED = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# Larger drafters are bound by memory, not by calls: products on several threads serve them better.
+CHAIN_BYTES = 16 * 2**20
 _HALF = ("float16", "F16", "bfloat16", "BF16")
 _IGNORED = ("model.visual.", "visual.")
 # Qwen3.5 checkpoints are bfloat16 with these two kept in float32.
@@ -126,29 +130,61 @@ def resident_parts(
 ) -> tuple[ResidentPart, ...]:
     """What the loaded network is made of.
 
-    Embeddings keep their dtype and a tied lm_head is packed beside them; norms, gates and
-    convolutions are float32; matrices take what `packed_element_bytes` says.
+    Embeddings keep their dtype; a tied lm_head is packed beside them, or is them where the packed
+    form is the tensor itself; norms, gates and convolutions are float32; matrices take what
+    `packed_element_bytes` says. A small drafter on a CPU keeps its matrices as they are stored too.
     """
+    loaded = [t for t in tensors if with_mtp or not t.name.startswith("mtp.")]
     counts: dict[tuple[str, int], int] = {}
 
     def add(what: str, elements: int, width: int) -> None:
         counts[what, width] = counts.get((what, width), 0) + elements
 
-    for tensor in tensors:
-        if tensor.name.startswith("mtp.") and not with_mtp:
-            continue
+    for tensor in loaded:
+        packed = packed_element_bytes(tensor.dtype, config)
         if tensor.name.endswith("embed_tokens.weight"):
             add("embeddings", tensor.elements, element_bytes(tensor.dtype))
-            if model.tie_word_embeddings:
-                width = packed_element_bytes(tensor.dtype, config)
-                add("packed matrices", tensor.elements, width)
+            if model.tie_word_embeddings and not _packs_in_place(tensor.dtype, config):
+                add("packed matrices", tensor.elements, packed)
         elif tensor.name == "lm_head.weight" and model.tie_word_embeddings:
             continue
-        elif len(tensor.shape) < 2 or tensor.name.endswith("conv1d.weight"):
+        elif _is_vector(tensor):
             add("norms, gates and convolutions", tensor.elements, 4)
         else:
-            add("packed matrices", tensor.elements, packed_element_bytes(tensor.dtype, config))
+            add("packed matrices", tensor.elements, packed)
+    for tensor in _chain_matrices(loaded, model, config):
+        add("the drafter's matrices as they are stored", tensor.elements, 2)
     return tuple(ResidentPart(what, n, width) for (what, width), n in counts.items())
+
+
+def _is_vector(tensor: StoredTensor) -> bool:
+    return len(tensor.shape) < 2 or tensor.name.endswith("conv1d.weight")
+
+
+def _packs_in_place(dtype: str, config: EngineConfig) -> bool:
+    """Whether a matrix that is stored as `dtype` is used as it is read, without a copy."""
+    return not uses_cpu_kernels(config) and _SPELLED.get(dtype, dtype) == config.dtype
+
+
+def _chain_matrices(
+    tensors: list[StoredTensor], model: ModelConfig, config: EngineConfig
+) -> list[StoredTensor]:
+    """Those that a drafter in one kernel (kernels.draft_chain) keeps beside the packed ones.
+
+    An untied lm_head is among them; tied to the embeddings it is there anyway.
+    """
+    inner = [t for t in tensors if t.name.startswith("mtp.") and not _is_vector(t)]
+    heads = ("lm_head.weight", "embed_tokens.weight")
+    outer = [t for t in tensors if t.name.endswith(heads)]
+    if not inner or model.num_experts or not uses_cpu_kernels(config):
+        return []
+    if any(_SPELLED.get(t.dtype, t.dtype) != "bfloat16" for t in (*inner, *outer)):
+        return []
+    tied = model.tie_word_embeddings
+    head = next(t for t in outer if tied or t.name == "lm_head.weight")
+    if stored_bytes(inner) + head.nbytes > CHAIN_BYTES:
+        return []
+    return inner if tied else [*inner, head]
 
 
 def packed_element_bytes(dtype: str, config: EngineConfig) -> int:
@@ -164,7 +200,8 @@ def packed_element_bytes(dtype: str, config: EngineConfig) -> int:
 
 def uses_cpu_kernels(config: EngineConfig) -> bool:
     """Whether the packed linears and the numba kernels run, and not the plain torch forms."""
-    return config.device == "cpu" and config.kernels in ("auto", "cpu")
+    chosen = config.kernels == "cpu" or (config.kernels == "auto" and config.dtype == "float32")
+    return chosen and config.device == "cpu"
 
 
 def _trunk(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

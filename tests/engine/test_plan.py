@@ -82,7 +82,7 @@ QWEN_35B_MOE: dict[str, Any] = {
 }
 
 
-def drafter(config: dict[str, Any]) -> list[StoredTensor]:
+def drafter_of(config: dict[str, Any]) -> list[StoredTensor]:
     return [t for t in tensors_of_config(parse_config(config)) if t.name.startswith("mtp.")]
 
 
@@ -99,8 +99,8 @@ def test_the_count_equals_the_headers_of_the_packaged_model() -> None:
 
 
 def test_a_drafter_has_15_tensors_and_19_with_experts() -> None:
-    assert len(drafter(QWEN_27B)) == 15
-    assert len(drafter(QWEN_35B_MOE)) == 19
+    assert len(drafter_of(QWEN_27B)) == 15
+    assert len(drafter_of(QWEN_35B_MOE)) == 19
 
 
 def test_27b_has_its_published_size() -> None:
@@ -115,17 +115,55 @@ def test_27b_has_its_published_size() -> None:
     assert trunk == 26_895_998_464
 
 
-def test_tying_drops_the_head_from_the_file_and_packs_it_all_the_same() -> None:
+@pytest.mark.parametrize(
+    ("changes", "shared"),
+    [
+        ({"device": "cuda", "dtype": "bfloat16"}, True),
+        ({"device": "cuda", "dtype": "float16"}, False),
+        ({"kernels": "naive", "dtype": "bfloat16"}, True),
+        ({"kernels": "naive"}, False),
+        ({}, False),
+    ],
+)
+def test_a_tied_head_is_no_second_matrix_where_it_is_used_as_it_is_read(
+    changes: dict[str, Any], shared: bool
+) -> None:
     tied = dict(QWEN_27B, text_config=dict(QWEN_27B["text_config"], tie_word_embeddings=True))
     head = 248320 * 5120
     models = [parse_config(tied), parse_config(QWEN_27B)]
     one, two = (stored_bytes(tensors_of_config(model)) for model in models)
     assert two - one == 2 * head
-    cuda = replace(CONFIG, device="cuda", dtype="bfloat16")
-    resident = [
-        resident_bytes(tensors_of_config(model), model, cuda, with_mtp=True) for model in models
+    config = replace(CONFIG, **changes)
+    tying, untied = (
+        resident_bytes(tensors_of_config(model), model, config, with_mtp=True) for model in models
+    )
+    assert untied - tying == (2 * head if shared else 0)
+
+
+def test_a_small_drafter_on_a_cpu_is_kept_twice() -> None:
+    """As its checkpoint stores it too, for the kernel that drafts in one call."""
+    model = read_model(TINY)
+    tensors = tensors_of_config(model)
+    matrices = [
+        t.elements
+        for t in tensors
+        if t.name.startswith("mtp.") and len(t.shape) == 2 and "conv1d" not in t.name
     ]
-    assert resident[0] == resident[1]
+    assert len(matrices) == 8
+    drafter = [t for t in tensors if t.name.startswith("mtp.")]
+    once = sum(t.elements * (2 if len(t.shape) == 2 else 4) for t in drafter)
+    with_it, without = (
+        resident_bytes(tensors, model, CONFIG, with_mtp=mtp) for mtp in (True, False)
+    )
+    assert with_it - without == once + 2 * sum(matrices)
+    large = parse_config(QWEN_27B)
+    whole = [
+        resident_bytes(tensors_of_config(large), large, CONFIG, with_mtp=mtp)
+        for mtp in (True, False)
+    ]
+    assert whole[0] - whole[1] == sum(
+        t.elements * (2 if len(t.shape) == 2 else 4) for t in drafter_of(QWEN_27B)
+    )
 
 
 @pytest.mark.parametrize(
