@@ -293,7 +293,7 @@ def _replay_dummy(n: _Numbers, term: LedgerTerm) -> _Pair:
 
 
 def _snapshots(n: _Numbers, term: LedgerTerm) -> _Pair:
-    return f"snapshots x {_STATE}", f"{term.bytes // ssm_blob(n.model).nbytes} * {n.blob}"
+    return f"snapshots x {_STATE}", f"{n.config.snapshot_slots} * {n.blob}"
 
 
 def _snapshot_hidden(n: _Numbers, term: LedgerTerm) -> _Pair:

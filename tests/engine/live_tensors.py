@@ -106,7 +106,7 @@ def case(seed: int, folder: Path) -> EngineConfig:
         policy = PolicySettings(
             num_drafts=drafts, rollback=mode, pool_full_width=full, recurrent=True
         )
-    length = rng.randint(70, 2000)
+    length, snapshots = rng.randint(70, 2000), rng.choice([0, 3, 16])
     return EngineConfig(
         str(folder),
         dtype="bfloat16" if seed % 5 == 4 else "float32",
@@ -117,6 +117,8 @@ def case(seed: int, folder: Path) -> EngineConfig:
         threads=1,
         kernels="auto" if seed % 5 == 4 or seed % 2 else "naive",
         speculation=policy,
+        prefix_caching=snapshots > 0,
+        snapshot_slots=snapshots,
     )
 
 

@@ -13,16 +13,15 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.reserve.explain import explain
 from engine.reserve.memory import DeviceMemory, MemoryKind
-from engine.reserve.plan import PlanCase, plan_case
+from engine.reserve.plan import plan_case
 from engine.reserve.ssm_reserve import SpeculationPolicy, SsmRollbackMode
-from engine.reserve.verify_terms import snapshot_term
 
 GEOMETRIES = Path(str(files("configs") / "geometries"))
 TINY = Path(str(files("spark_server") / "assets" / "spark-tiny"))
 LARGE = DeviceMemory(MemoryKind.DEVICE, 2**42, 2**42)
 CPU = EngineConfig("model", max_batch_size=40, max_seq_len=1000)
 NAIVE = replace(CPU, kernels="naive", kv_tokens=7000)
-CUDA = replace(CPU, device="cuda", dtype="bfloat16", max_prefill_tokens=1024)
+CUDA = replace(CPU, snapshot_slots=5, device="cuda", dtype="bfloat16", max_prefill_tokens=1024)
 GRAPHS = replace(CUDA, kernels="triton")
 POLICIES = [SpeculationPolicy()] + [
     SpeculationPolicy(drafts, mode, full_width=full)
@@ -37,20 +36,13 @@ def value_of(numbers: str) -> int:
     return int(eval(numbers))
 
 
-def case(source: Path, config: EngineConfig, policy: SpeculationPolicy) -> PlanCase:
-    model = plan_case(source, config, LARGE).reserve.model
-    return plan_case(
-        source, config, LARGE, policy=policy, further=lambda config: (snapshot_term(model, 5),)
-    )
-
-
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize(
     "config", [CPU, NAIVE, CUDA, GRAPHS], ids=["cpu", "naive", "cuda", "graphs"]
 )
 def test_the_numbers_give_the_bytes(config: EngineConfig, policy: SpeculationPolicy) -> None:
     for source in (*sorted(GEOMETRIES.iterdir()), TINY):
-        asked = case(source, config, policy)
+        asked = plan_case(source, config, LARGE, policy=policy)
         found = asked.preflight()
         for term in found.ledger.terms:
             told = explain(
