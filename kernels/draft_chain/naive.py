@@ -18,14 +18,14 @@ def draft_chain(weights: ChainWeights, start: ChainStart) -> tuple[Tensor, Tenso
     """Drafts of every sequence -> (tokens [D, B] int64, log-probabilities [D, B]).
 
     D is the largest of `start.depths`; what lies beyond a sequence's own depth means nothing. Keys
-    and values are left by all rows and by all re-fed ones.
+    and values are left by all rows and by all re-fed ones. Computed in the dtype of `start.hidden`.
     """
     last = start.row_start[1:] - 1
     owners = np.repeat(np.arange(len(start.depths)), np.diff(start.row_start))
     _rows(weights, start, torch.from_numpy(start.tokens), start.hidden, start.positions, owners)
     deepest = int(start.depths.max())
     ids = torch.zeros(deepest, len(last), dtype=torch.int64)
-    logprobs = torch.zeros(deepest, len(last))
+    logprobs = torch.zeros(deepest, len(last), dtype=start.hidden.dtype)
     tokens, hidden = torch.from_numpy(start.tokens[last]), start.hidden[last]
     for depth in range(deepest):
         going = np.flatnonzero(start.depths > depth)
@@ -45,15 +45,15 @@ def _rows(
     owners: Int64,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of the sequences `owners` -> (best tokens, log-probabilities, hidden after the norm)."""
-    eps = w.attention.eps
-    joined = join_norms(w.embed[tokens].float(), w.norm_embedding, hidden, w.norm_hidden, eps)
-    residual = joined @ w.fc.float().T
-    qkv = rms_norm(residual, w.input_norm, eps) @ w.qkv.float().T
+    eps, wide = w.attention.eps, hidden.dtype
+    joined = join_norms(w.embed[tokens].to(wide), w.norm_embedding, hidden, w.norm_hidden, eps)
+    residual = joined @ w.fc.to(wide).T
+    qkv = rms_norm(residual, w.input_norm, eps) @ w.qkv.to(wide).T
     batch = _batch(start, positions, owners)
-    residual = residual + attention_mixer(qkv, w.attention, w.pages, batch) @ w.o.float().T
-    mlp = silu_mul(rms_norm(residual, w.post_norm, eps) @ w.gate_up.float().T)
-    after = rms_norm(residual + mlp @ w.down.float().T, w.norm, eps)
-    best, logprobs = top1(after @ w.head.float().T)
+    residual = residual + attention_mixer(qkv, w.attention, w.pages, batch) @ w.o.to(wide).T
+    mlp = silu_mul(rms_norm(residual, w.post_norm, eps) @ w.gate_up.to(wide).T)
+    after = rms_norm(residual + mlp @ w.down.to(wide).T, w.norm, eps)
+    best, logprobs = top1(after @ w.head.to(wide).T)
     return best, logprobs, after
 
 
