@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         stages = [stage for stage in stages if stage.name in options.stages]
     began = time.monotonic()
     rows: list[Row] = []
-    for row in run_stages(stages, options, learn=stage_card.learn):
+    workers = os.cpu_count() or 1
+    for row in run_stages(stages, options, learn=stage_card.learn, workers=workers):
         rows.append(row)
         print(row.line(), flush=True)
     return finish(rows, options, time.monotonic() - began)
@@ -86,17 +87,17 @@ def all_stages(smoke: bool) -> list[Stage]:
     from benchmarks.gpu.runner import Stage
 
     small, large = ("miniature-1", "miniature-3") if smoke else (SMALL, LARGE)
-    stages = [Stage("card", 30, stage_card.run)]
-    stages += [
-        Stage(name, 45, partial(stage_kernels.run, name)) for name in stage_kernels.operators()
-    ]
+    names = stage_kernels.operators()
     return [
-        *stages,
+        Stage("card", 30, stage_card.run),
+        # Compiling takes most of their time, and a core each.
+        *(Stage(n, 90, partial(stage_kernels.check, n), together=True) for n in names),
         Stage(stage_mixers.STAGE, 45, stage_mixers.run),
         Stage(large, 110, partial(stage_engine.run, large, True)),
         Stage(small, 50, partial(stage_engine.run, small, False)),
         Stage(stage_invariant.STAGE, 40, partial(stage_invariant.run, small)),
         Stage(stage_transformers.STAGE, 40, partial(stage_transformers.run, small)),
+        *(Stage(f"{n}-speed", 30, partial(stage_kernels.measure, n)) for n in names),
     ]
 
 

@@ -1,7 +1,7 @@
-"""Runs stages one after another, each in a forked process with a time limit. Knows no tensors.
+"""Runs stages, each in a forked process with a time limit; some of them side by side.
 
 A process of its own, because a fault in one kernel ends the CUDA context of whoever ran it, and
-because a kernel that hangs can only be ended from outside.
+because a kernel that hangs can only be ended from outside. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from itertools import groupby
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 
 from benchmarks.gpu.options import Options
 from benchmarks.gpu.rows import Row, Status, error_row
 
 Emit = Callable[[Row], None]
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,31 +30,13 @@ class Stage:
         name: for `--stages` and the table.
         seconds: it may take, start of its process included.
         run: emits its rows as it finds them; what it raises becomes a row.
+        together: it measures no time, and may run beside its neighbours that measure none.
     """
 
     name: str
     seconds: float
     run: Callable[[Options, Emit], None]
-
-
-def run_stage(stage: Stage, options: Options, seconds: float) -> Iterator[Row]:
-    """The rows of one stage as they come, and one more if it failed or ran out of `seconds`."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_inside, args=(stage, options, sender), daemon=True)
-    deadline = time.monotonic() + seconds
-    process.start()
-    sender.close()
-    try:
-        yield from _received(receiver, stage, deadline, seconds)
-    finally:
-        process.join(timeout=0.0 if time.monotonic() >= deadline else 5.0)
-        if process.is_alive():
-            process.kill()
-            process.join()
-        receiver.close()
-    if process.exitcode and process.exitcode > 0:
-        yield Row(stage.name, stage.name, Status.ERROR, f"exit code {process.exitcode}")
+    together: bool = False
 
 
 def run_stages(
@@ -59,47 +44,111 @@ def run_stages(
     options: Options,
     *,
     learn: Callable[[Options, Sequence[Row]], Options],
-    clock: Callable[[], float] = time.monotonic,
+    workers: int = 1,
+    clock: Clock = time.monotonic,
 ) -> Iterator[Row]:
-    """All rows of all stages; `learn` gives the options for the stages after each one."""
+    """All rows of all stages, `workers` at most at a time.
+
+    `learn` gives the options for the stages after those whose rows it is given.
+    """
     end = clock() + options.seconds
-    for stage in stages:
+    for together, group in groupby(stages, key=lambda stage: stage.together):
+        for part in [list(group)] if together else [[stage] for stage in group]:
+            found: list[Row] = []
+            for row in _run_group(part, options, end, workers, clock):
+                found.append(row)
+                yield row
+            options = learn(options, found)
+
+
+def _run_group(
+    stages: Sequence[Stage], options: Options, end: float, workers: int, clock: Clock
+) -> Iterator[Row]:
+    """Rows of all stages as they come; the processes that are still there at the end are ended."""
+    waiting = list(stages)
+    running: dict[Connection, _Running] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                stage = waiting.pop(0)
+                if clock() >= end:
+                    text = f"no time left of {options.seconds:.0f} s"
+                    yield Row(stage.name, stage.name, Status.ERROR, text)
+                    continue
+                started = _Running.start(stage, options, end, clock)
+                running[started.receiver] = started
+            if not running:
+                continue
+            soonest = min(one.deadline for one in running.values())
+            wait(list(running), max(0.0, soonest - clock()))
+            for one in list(running.values()):
+                yield from one.news(clock)
+                if one.over:
+                    del running[one.receiver]
+                    yield one.time(clock)
+    finally:
+        for one in running.values():
+            one.stop()
+
+
+@dataclass
+class _Running:
+    """A stage whose process has been started; `over` when nothing more comes of it."""
+
+    stage: Stage
+    process: BaseProcess
+    receiver: Connection
+    began: float
+    deadline: float
+    over: bool = False
+
+    @classmethod
+    def start(cls, stage: Stage, options: Options, end: float, clock: Clock) -> _Running:
+        context = multiprocessing.get_context("fork")
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_inside, args=(stage, options, sender), daemon=True)
         began = clock()
-        if began >= end:
-            text = f"no time left of {options.seconds:.0f} s"
-            yield Row(stage.name, stage.name, Status.ERROR, text)
-            continue
-        found: list[Row] = []
-        for row in run_stage(stage, options, min(stage.seconds, end - began)):
-            found.append(row)
-            yield row
-        options = learn(options, found)
-        spent = clock() - began
-        yield Row(
-            stage.name,
-            "time",
-            Status.INFO,
-            f"{spent:.1f} s of at most {stage.seconds:.0f} s",
-            {"seconds": round(spent, 2)},
-            brief=False,
-        )
+        process.start()
+        sender.close()
+        return cls(stage, process, receiver, began, min(began + stage.seconds, end))
 
+    def news(self, clock: Clock) -> Iterator[Row]:
+        """Rows that have come, and one more if the process failed or its time is up."""
+        while not self.over and self.receiver.poll():
+            try:
+                row = self.receiver.recv()
+            except EOFError:
+                yield self._error("its process died without a word")
+                row = None
+            if row is None:
+                self.over = True
+                self.process.join(timeout=5.0)
+                if self.process.exitcode:
+                    yield self._error(f"exit code {self.process.exitcode}")
+                self.stop()
+            else:
+                yield row
+        if not self.over and clock() >= self.deadline:
+            yield self._error(f"not done after {self.deadline - self.began:.0f} s, ended")
+            self.over = True
+            self.stop()
 
-def _received(receiver: Connection, stage: Stage, deadline: float, seconds: float) -> Iterator[Row]:
-    """Rows until the other end says None, dies, or the time is up."""
-    while True:
-        if not receiver.poll(max(0.0, deadline - time.monotonic())):
-            text = f"not done after {seconds:.0f} s, ended"
-            yield Row(stage.name, stage.name, Status.ERROR, text)
-            return
-        try:
-            row = receiver.recv()
-        except EOFError:
-            yield Row(stage.name, stage.name, Status.ERROR, "its process died without a word")
-            return
-        if row is None:
-            return
-        yield row
+    def time(self, clock: Clock) -> Row:
+        """What the stage took."""
+        spent = clock() - self.began
+        text = f"{spent:.1f} s of at most {self.stage.seconds:.0f} s"
+        numbers = {"seconds": round(spent, 2)}
+        return Row(self.stage.name, "time", Status.INFO, text, numbers, brief=False)
+
+    def stop(self) -> None:
+        """End the process if it is still there."""
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.receiver.close()
+
+    def _error(self, text: str) -> Row:
+        return Row(self.stage.name, self.stage.name, Status.ERROR, text)
 
 
 def _inside(stage: Stage, options: Options, sender: Connection) -> None:

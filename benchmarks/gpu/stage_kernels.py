@@ -1,4 +1,4 @@
-"""Stage of one operator: each of its cases against the truth, and its time against the roofline."""
+"""Stages of one operator: its cases against the truth, and their time against the roofline."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from kernels.cases import Case, CaseSize, relative_error
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One case that ran: its error, and its share of the roofline where it was timed."""
+    """One case that ran, and its error."""
 
     name: str
     error: float
     tolerance: float
-    share: float | None
 
 
 def operators() -> list[str]:
@@ -41,40 +40,52 @@ def load_cases(operator: str, size: CaseSize, device: torch.device) -> list[Case
     return cases
 
 
-def run(operator: str, options: Options, emit: Emit) -> None:
-    """Emit a row per case and one for the operator, which fails without a case."""
-    size = CaseSize.SMOKE if options.smoke else CaseSize.CARD
-    device = torch.device(options.device)
-    cases = load_cases(operator, size, device)
+def check(operator: str, options: Options, emit: Emit) -> None:
+    """Emit the error of every case, and a row for the operator, which fails without a case."""
+    cases = _cases(operator, options)
     if cases is None:
         emit(Row(operator, operator, Status.FAIL, f"kernels/{operator} has no cases.py"))
         return
     found: list[Found] = []
-    for number, case in enumerate(cases):
+    for case in cases:
         try:
-            # The interpreter's times mean nothing: one is enough to see that timing works.
-            one = check_case(case, options, timed=number == 0 or not options.smoke)
-        except Exception as error:
-            emit(error_row(operator, f"{case.name} {_dtype(case)}", error))
-            if _context_is_lost(device):
+            with torch.inference_mode():
+                error = relative_error(case.run(), case.truth())
+        except Exception as fault:
+            emit(error_row(operator, _name(case), fault))
+            if _context_is_lost(options):
                 break
             continue
-        found.append(one)
-        emit(_case_row(operator, case, one, options))
-        if device.type == "cuda":
-            gc.collect()
-    emit(_summary(operator, len(cases), found, options))
+        found.append(Found(_name(case), error, case.tolerance))
+        emit(_error_row(operator, case, error))
+        _free(options)
+    emit(_worst(operator, len(cases), found))
 
 
-def check_case(case: Case, options: Options, *, timed: bool) -> Found:
-    """Run a case against its truth, and time it where a roofline was measured."""
-    with torch.inference_mode():
-        error = relative_error(case.run(), case.truth())
-        share = None
-        if timed and options.machine is not None:
-            seconds = median_seconds(case.step, torch.device(options.device))
-            share = roofline_seconds(case, options.machine) / seconds
-    return Found(case.name, error, case.tolerance, share)
+def measure(operator: str, options: Options, emit: Emit) -> None:
+    """Emit the time of every case as a share of the roofline, and the least and largest share."""
+    cases, machine = _cases(operator, options) or [], options.machine
+    if machine is None:
+        text = "no roofline without the measured limits of stage card"
+        emit(Row(operator, f"{operator} speed", Status.SKIP, text))
+        return
+    shares: list[float] = []
+    # The interpreter's times mean nothing: one is enough to see that timing works.
+    for case in cases[:1] if options.smoke else cases:
+        try:
+            with torch.inference_mode():
+                seconds = median_seconds(case.step, torch.device(options.device))
+        except Exception as fault:
+            emit(error_row(operator, f"{_name(case)} speed", fault))
+            if _context_is_lost(options):
+                break
+            continue
+        shares.append(roofline_seconds(case, machine) / seconds)
+        emit(_speed_row(operator, case, seconds, shares[-1]))
+        _free(options)
+    if shares:
+        text = f"{min(shares):.0%} to {max(shares):.0%} of the roofline in {len(shares)} cases"
+        emit(Row(operator, f"{operator} speed", Status.INFO, text, brief=not options.smoke))
 
 
 def roofline_seconds(case: Case, machine: Machine) -> float:
@@ -82,51 +93,62 @@ def roofline_seconds(case: Case, machine: Machine) -> float:
     return max(case.bytes / machine.bandwidth, case.flops / machine.rate)
 
 
-def _case_row(operator: str, case: Case, found: Found, options: Options) -> Row:
-    timed = found.share is not None and not options.smoke
-    share = f", {found.share:.0%} of the roofline" if timed else ""
+def _cases(operator: str, options: Options) -> list[Case] | None:
+    size = CaseSize.SMOKE if options.smoke else CaseSize.CARD
+    return load_cases(operator, size, torch.device(options.device))
+
+
+def _error_row(operator: str, case: Case, error: float) -> Row:
     return Row(
         operator,
-        f"{case.name} {_dtype(case)}",
-        verdict(found.error <= found.tolerance),
-        f"error {found.error:.1e} of {found.tolerance:.0e}{share}",
-        {
-            "error": found.error,
-            "tolerance": found.tolerance,
-            "roofline_share": found.share,
-            "bytes": case.bytes,
-            "flops": case.flops,
-        },
+        _name(case),
+        verdict(error <= case.tolerance),
+        f"error {error:.1e} of {case.tolerance:.0e}",
+        {"error": error, "tolerance": case.tolerance},
         brief=False,
     )
 
 
-def _summary(operator: str, count: int, found: list[Found], options: Options) -> Row:
+def _speed_row(operator: str, case: Case, seconds: float, share: float) -> Row:
+    return Row(
+        operator,
+        f"{_name(case)} speed",
+        Status.INFO,
+        f"{seconds * 1e6:,.1f} us, {share:.0%} of the roofline",
+        {"seconds": seconds, "roofline_share": share, "bytes": case.bytes, "flops": case.flops},
+        brief=False,
+    )
+
+
+def _worst(operator: str, count: int, found: list[Found]) -> Row:
     if not count:
         return Row(operator, operator, Status.FAIL, f"kernels/{operator}/cases.py gives no case")
     if not found:
         return Row(operator, operator, Status.FAIL, f"none of {count} cases ran")
     worst = max(found, key=lambda one: one.error / one.tolerance)
-    shares = [one.share for one in found if one.share is not None]
-    timed = shares and not options.smoke
-    speed = f", {min(shares):.0%} to {max(shares):.0%} of the roofline" if timed else ""
     return Row(
         operator,
         operator,
         verdict(len(found) == count and worst.error <= worst.tolerance),
-        f"{len(found)} of {count} cases, worst error {worst.error:.1e} of "
-        f"{worst.tolerance:.0e}{speed}",
+        f"{len(found)} of {count} cases, worst error {worst.error:.1e} of {worst.tolerance:.0e}",
         {"cases": count, "ran": len(found), "worst_error": worst.error, "worst": worst.name},
     )
 
 
-def _dtype(case: Case) -> str:
-    return str(case.dtype).removeprefix("torch.")
+def _name(case: Case) -> str:
+    return f"{case.name} {str(case.dtype).removeprefix('torch.')}"
 
 
-def _context_is_lost(device: torch.device) -> bool:
+def _free(options: Options) -> None:
+    """Cases of whole layers take gigabytes."""
+    if options.device == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _context_is_lost(options: Options) -> bool:
     """After an illegal access every further call on the card fails."""
-    if device.type != "cuda":
+    if options.device != "cuda":
         return False
     try:
         torch.cuda.synchronize()

@@ -42,13 +42,11 @@ def learn(options, rows):
 
 stages = [
     Stage("good", 20.0, good), Stage("raises", 20.0, raises), Stage("hangs", 0.5, hangs),
-    Stage("dies", 20.0, dies), Stage("good", 20.0, good), Stage("late", 20.0, good),
+    Stage("dies", 20.0, dies), Stage("good", 20.0, good), Stage("long", 9.0, hangs),
+    Stage("late", 20.0, good),
 ]
-seconds = iter([0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 99.0])
 with contextlib.redirect_stderr(io.StringIO()):
-    rows = list(
-        run_stages(stages, Options(seconds=50.0), learn=learn, clock=lambda: next(seconds))
-    )
+    rows = list(run_stages(stages, Options(seconds=3.0), learn=learn))
 print(json.dumps([row.as_dict() for row in rows]))
 """
 )
@@ -67,5 +65,38 @@ def test_every_fault_is_a_row(tmp_path: Path) -> None:
         ("dies", "dies", "ERROR", "its process died without a word"),
         ("dies", "dies", "ERROR", "exit code 3"),
         ("good", "a", "ok", "Machine(bandwidth=1.0, rate=2.0)"),
-        ("late", "late", "ERROR", "no time left of 50 s"),
+        ("hangs", "before", "ok", ""),
+        ("long", "long", "ERROR", found[-2][3]),
+        ("late", "late", "ERROR", "no time left of 3 s"),
+    ]
+    assert found[-2][3].startswith("not done after")
+
+
+BESIDE = (
+    SCRIPT.split("stages = [")[0]
+    + """
+def slow(options, emit):
+    emit(Row("slow", "begins", Status.OK, ""))
+    time.sleep(1.0)
+    emit(Row("slow", "ends", Status.OK, ""))
+
+def quick(options, emit):
+    time.sleep(0.3)
+    emit(Row("quick", "a", Status.OK, ""))
+
+stages = [
+    Stage("slow", 20.0, slow, together=True), Stage("quick", 20.0, quick, together=True),
+    Stage("good", 20.0, good),
+]
+for workers in (2, 1):
+    rows = run_stages(stages, Options(), learn=lambda options, rows: options, workers=workers)
+    print(*[f"{row.stage}-{row.name}" for row in rows if row.name != "time"])
+"""
+)
+
+
+def test_stages_that_measure_no_time_run_side_by_side(tmp_path: Path) -> None:
+    assert run_python(BESIDE, tmp_path).splitlines() == [
+        "slow-begins quick-a slow-ends good-a",
+        "slow-begins slow-ends quick-a good-a",
     ]

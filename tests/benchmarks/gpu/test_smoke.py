@@ -11,7 +11,7 @@ from tests.test_layering import BLOCKER
 
 ROOT = Path(__file__).resolve().parents[3]
 # One kernel under Triton's interpreter and the parts that need none; the others are run by hand.
-STAGES = "card,silu_mul,mixers,miniature-1,transformers"
+STAGES = "card,silu_mul,top1,silu_mul-speed,mixers,miniature-1,transformers"
 
 RUN = f"""
 import runpy, sys
@@ -42,4 +42,5 @@ def test_every_stage_is_listed_with_every_kernel() -> None:
     names = [stage.name for stage in all_stages(smoke=False)]
     folders = sorted(path.parent.name for path in (ROOT / "kernels").glob("*/__init__.py"))
     rest = ["mixers", "qwen3.6-27b", "qwen3.5-0.8b", "invariant", "transformers"]
-    assert names == ["card", *folders, *rest]
+    speeds = [f"{folder}-speed" for folder in folders]
+    assert names == ["card", *folders, *rest, *speeds]

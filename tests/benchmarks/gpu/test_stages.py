@@ -42,12 +42,10 @@ def case(name: str, out: float, truth: float = 1.0, fault: Exception | None = No
     )
 
 
-def rows_of(
-    monkeypatch: pytest.MonkeyPatch, cases: list[Case], options: Options = OPTIONS
-) -> list[Row]:
+def rows_of(monkeypatch: pytest.MonkeyPatch, cases: list[Case]) -> list[Row]:
     monkeypatch.setattr(stage_kernels, "load_cases", lambda operator, size, device: cases)
     found: list[Row] = []
-    stage_kernels.run("silu_mul", options, found.append)
+    stage_kernels.check("silu_mul", OPTIONS, found.append)
     return found
 
 
@@ -57,7 +55,7 @@ def test_every_folder_is_an_operator() -> None:
 
 def test_a_folder_without_cases_fails() -> None:
     found: list[Row] = []
-    stage_kernels.run("nothing_here", OPTIONS, found.append)
+    stage_kernels.check("nothing_here", OPTIONS, found.append)
     assert [(row.status, row.text) for row in found] == [
         (Status.FAIL, "kernels/nothing_here has no cases.py")
     ]
@@ -79,7 +77,7 @@ def test_each_case_is_judged_and_the_worst_is_shown(monkeypatch: pytest.MonkeyPa
     ]
     assert found[2].text == "OSError: lost"
     assert found[-1].text.startswith("2 of 3 cases, worst error 1.0e-01 of 1e-03")
-    assert found[-1].numbers["worst"] == "wrong"
+    assert found[-1].numbers["worst"] == "wrong float32"
 
 
 def test_nan_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +89,13 @@ def test_the_roofline_is_the_longer_time(monkeypatch: pytest.MonkeyPatch) -> Non
     one = case("x", 1.0)
     assert stage_kernels.roofline_seconds(one, Machine(bandwidth=10.0, rate=1e9)) == 10.0
     assert stage_kernels.roofline_seconds(one, Machine(bandwidth=1e9, rate=2.0)) == 5.0
-    timed = replace(OPTIONS, machine=Machine(1e9, 1e9))
-    shares = [row.numbers["roofline_share"] for row in rows_of(monkeypatch, [one, one], timed)[:2]]
-    assert isinstance(shares[0], float)
-    assert shares[1] is None
+    monkeypatch.setattr(stage_kernels, "load_cases", lambda *args: [one, one])
+    found: list[Row] = []
+    stage_kernels.measure("silu_mul", replace(OPTIONS, machine=Machine(1e9, 1e9)), found.append)
+    assert [row.name for row in found] == ["x float32 speed", "silu_mul speed"]
+    assert isinstance(found[0].numbers["roofline_share"], float)
+    stage_kernels.measure("silu_mul", OPTIONS, found.append)
+    assert found[-1].status is Status.SKIP
 
 
 def test_limits_are_learnt_when_both_are_measured() -> None:
