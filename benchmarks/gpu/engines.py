@@ -7,6 +7,7 @@ import json
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ class Steps:
         state_bytes: recurrent state moved per step.
         count: of steps.
         context: tokens of a sequence in the middle of them, about.
+        waits: of the host for the card in one more step, as torch sees them; 0 on a CPU.
     """
 
     seconds: float
@@ -53,6 +55,7 @@ class Steps:
     state_bytes: float
     count: int
     context: int
+    waits: int
 
 
 def model_of(name: str) -> ModelConfig:
@@ -131,6 +134,7 @@ def timed_steps(core: EngineCore, width: int, steps: int) -> Steps:
     after = _Counters.of(core)
     if after.running != width:
         raise InvariantError(f"{after.running} of {width} sequences still decode")
+    waits = _host_waits(core)
     core.abort_all()
     while core.has_work():
         core.step()
@@ -142,6 +146,7 @@ def timed_steps(core: EngineCore, width: int, steps: int) -> Steps:
         state_bytes=(after.state_bytes - before.state_bytes) / steps,
         count=steps,
         context=PROMPT + (WARM_STEPS * tokens + steps * tokens // 2) // (steps * width),
+        waits=waits,
     )
 
 
@@ -191,6 +196,20 @@ def _step(core: EngineCore) -> int:
     for delta in deltas:
         _expect_no_error(delta)
     return sum(len(delta.token_ids) for delta in deltas)
+
+
+def _host_waits(core: EngineCore) -> int:
+    """Synchronising calls of one step, counted by the warnings that torch gives on request."""
+    if not torch.cuda.is_initialized():
+        return 0
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            _step(core)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in seen)
 
 
 def _expect_no_error(delta: TokenDelta) -> None:

@@ -132,6 +132,7 @@ def _row(
         "accepted": steps.accepted,
         "drafted": steps.drafted,
         "state_bytes_per_step": steps.state_bytes,
+        "host_waits": steps.waits,
     }
     text = f"{steps.seconds * 1e3:.2f} ms, {numbers['tokens_per_second']:,.0f} tok/s"
     status, held = Status.INFO, False
@@ -165,6 +166,8 @@ def _summary(name: str, ladder: _Ladder, rows: list[Row]) -> Row:
         if values[column]:
             text += f"; {what} " + " ".join(f"{ratio:.2f}" for ratio in values[column])
     widths = " ".join(str(width) for width in ladder.widths)
+    waits = [row.numbers["host_waits"] for row in rows]
+    text += f"; host waits {waits[0]} to {waits[-1]}" if any(waits) else ""
     return Row(name, f"{ladder.name}, widths {widths}", Status.INFO, text)
 
 
