@@ -173,12 +173,15 @@ class Snapshot(_Checkpointed):
     def after(self, verified: Sequence[Verified]) -> list[int]:
         """After a partial accept the state is the snapshot behind the last emitted row."""
         states = self._states
-        for slot, rows, emitted in verified:
-            if emitted < rows:
-                place = states.first_place[slot] + emitted - 1
-                states.h[:, slot] = states.snapshot_h[:, place]
-                states.conv[:, slot] = states.snapshot_conv[:, slot, emitted - 1]
-                states.bytes_moved += 2 * states.blob_bytes
+        partial = [v for v in verified if v.emitted < v.rows]
+        if partial:
+            slots = [v.slot for v in partial]
+            places = [states.first_place[v.slot] + v.emitted - 1 for v in partial]
+            states.copy([states.snapshot_h], [states.h], places, slots)
+            depth = states.snapshot_conv.shape[2]
+            places = [v.slot * depth + v.emitted - 1 for v in partial]
+            states.copy([states.snapshot_conv.flatten(1, 2)], [states.conv], places, slots)
+            states.bytes_moved += 2 * states.blob_bytes * len(partial)
         return []
 
     def export(

@@ -93,8 +93,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     assert weight.is_contiguous()
     out = x.new_empty(rows, outputs)
     if rows:
-        wide = x.dtype == torch.float32
-        block_n = _block_n(outputs, 64 if wide else 128)
+        block_n, block_k, stages = _tile(outputs, x.dtype)
         grid = (triton.cdiv(rows, BLOCK_M), triton.cdiv(outputs, block_n))
         _linear[grid](
             x,
@@ -106,17 +105,24 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
             inputs,
             BLOCK_M=BLOCK_M,
             BLOCK_N=block_n,
-            BLOCK_K=32 if wide else 64,
+            BLOCK_K=block_k,
             DOT=dot_dtype(x.dtype),
             num_warps=4,
-            num_stages=3,
+            num_stages=stages,
         )
     return out
 
 
-def _block_n(outputs: int, most: int) -> int:
-    """The widest tile that still makes enough programs for a card, by the weight alone."""
-    block = most
-    while block > 32 and triton.cdiv(outputs, block) < 128:
-        block //= 2
-    return block
+def _tile(outputs: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """(columns, inputs of one round, rounds in flight), by the weight alone.
+
+    The widest tile that still makes a program for every multiprocessor of a large card; the
+    narrowest takes longer rounds, so that as many bytes are on their way.
+    """
+    wide = dtype == torch.float32
+    columns = 64 if wide else 128
+    while columns > 32 and triton.cdiv(outputs, columns) < 128:
+        columns //= 2
+    if wide:
+        return columns, 32, 3
+    return columns, *((128, 4) if columns == 32 else (64, 3))

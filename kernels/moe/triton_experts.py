@@ -14,7 +14,9 @@ from kernels.moe.naive import StackedExperts
 from kernels.moe.triton_route import BLOCK_M, Tiles
 from kernels.triton_guard import dot_dtype
 
-BLOCK_N = 64
+# Columns of a tile: two products run side by side for gate and up.
+BLOCK_GATE = 32
+BLOCK_DOWN = 64
 BLOCK_SUM = 1024
 
 
@@ -136,8 +138,8 @@ def run_experts(x: Tensor, weights: Tensor, tiles: Tiles, experts: StackedExpert
     inner, width = experts.down.shape[2], x.shape[1]
     act = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     parts = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
-    block_k = 32 if x.dtype == torch.float32 else 64
-    _gate_up[count, triton.cdiv(inner, BLOCK_N)](
+    block_k = 32 if x.dtype == torch.float32 else 128
+    _gate_up[count, triton.cdiv(inner, BLOCK_GATE)](
         x,
         experts.gate_up,
         act,
@@ -149,13 +151,13 @@ def run_experts(x: Tensor, weights: Tensor, tiles: Tiles, experts: StackedExpert
         width,
         TOP_K=top_k,
         BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=BLOCK_GATE,
         BLOCK_K=block_k,
         DOT=dot_dtype(x.dtype),
         num_warps=4,
         num_stages=3,
     )
-    _down[count, triton.cdiv(width, BLOCK_N)](
+    _down[count, triton.cdiv(width, BLOCK_DOWN)](
         act,
         experts.down,
         weights,
@@ -166,7 +168,7 @@ def run_experts(x: Tensor, weights: Tensor, tiles: Tiles, experts: StackedExpert
         inner,
         width,
         BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=BLOCK_DOWN,
         BLOCK_K=block_k,
         DOT=dot_dtype(x.dtype),
         num_warps=4,

@@ -31,7 +31,8 @@ def _copy(
     tl.store(p_target + target_offset + o_word, b_row, mask=m_word)
 
 
-@triton.jit
+# Indices are pieces of one transfer: their alignment must not make another kernel.
+@triton.jit(do_not_specialize_on_alignment=["p_src", "p_dst"])
 def _move_rows(
     p_source0: tl.tensor,
     p_source1: tl.tensor,
