@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from engine.calibration import calibrate
 from engine.config import GRID, EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
@@ -131,6 +132,10 @@ def build_engine(
         phase.done("graphs", f"{len(buckets)} CUDA graphs")
     eos = model_config.eos_token_ids
     masks = grammar_masks(config.model_dir, model_config.vocab_size, eos)
+    costs = calibrate(config, model, found.kv_blocks)
+    if costs:
+        pools.states.bytes_moved = 0
+        phase.done("calibration", f"steps timed at {len(costs)} widths")
     core = EngineCore(
         config,
         model,
@@ -139,6 +144,7 @@ def build_engine(
         masks=masks,
         keeper=model,
         reuse_decoded=reuses_decoded(config, model, ops),
+        costs=costs,
     )
     info = BuiltInfo(model_config.vocab_size, eos, ops.name, grammar=masks is not None)
     return BuiltEngine(core, info, found, model, () if masks is None else (masks.start,))

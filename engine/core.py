@@ -20,6 +20,7 @@ from engine.runner import ForwardResult, ModelRunner, SavedState, StateKeeper
 from engine.sampling.sampler import Sampler, accepted_burst
 from engine.sampling.shaping import TokenMask
 from engine.scheduler import Scheduler, StatePort, StepKind, StepOutcome, StepPlan
+from engine.speculation.controller import Costs
 from engine.speculator import Speculator, forwards_of
 
 # How long a step waits for a grammar when there is nothing else to do, and so how long a request
@@ -68,6 +69,7 @@ class EngineCore:
         clock: seconds, for queue times, deadlines and step times.
         keeper: the model again, where it can set states aside; no prefix is reused without.
         reuse_decoded: the prefix cache may also keep what decode steps computed.
+        costs: what steps of each depth take here, for the controller of speculation.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         keeper: StateKeeper | None = None,
         reuse_decoded: bool = False,
+        costs: Costs | None = None,
     ) -> None:
         states: StatePort | None = None
         self._keeper = keeper
@@ -98,7 +101,7 @@ class EngineCore:
         self._speculator: Speculator | None = None
         if config.speculation is not None:
             self._speculator = Speculator(
-                config.speculation, config.max_batch_size, self.scheduler, runner, clock
+                config.speculation, config.max_batch_size, self.scheduler, runner, clock, costs
             )
         self._runner = runner
         self._sampler = Sampler(runner.vocab_size)
@@ -162,6 +165,10 @@ class EngineCore:
         """End every request; the last deltas come with the next step."""
         for request_id in self.scheduler.requests():
             self.abort(request_id)
+
+    def pin_depth(self, depth: int, width: int) -> int:
+        """From now on every step drafts this deep; what slots below `width` can verify of it."""
+        return 0 if self._speculator is None else self._speculator.pin_depth(depth, width)
 
     def has_work(self) -> bool:
         """Whether a step would do or return anything."""

@@ -18,6 +18,7 @@ from engine.request import SpeculationStats
 from engine.runner import DraftRows, ModelRunner, PlainRows, RowPhase, Segment, Verified
 from engine.scheduler import Scheduler, StepKind, StepOutcome, StepPlan
 from engine.scheduler.sequence import Sequence
+from engine.speculation.controller import Costs
 from engine.speculation.dcut import dcut_drafts
 from engine.speculation.gate import Candidate, Choice, PlainReason, SpecGate
 from engine.speculation.policy import PolicySettings
@@ -38,6 +39,7 @@ class Speculator:
         scheduler: takes the proposals.
         runner: drafts.
         clock: seconds, for what a step costs.
+        costs: what steps of each depth take here, if that was timed.
     """
 
     def __init__(
@@ -47,12 +49,13 @@ class Speculator:
         scheduler: Scheduler,
         runner: ModelRunner,
         clock: Callable[[], float],
+        costs: Costs | None = None,
     ) -> None:
         self._policy = policy
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
-        self._gate = SpecGate(policy, max_batch_size)
+        self._gate = SpecGate(policy, max_batch_size, costs)
         self._choice = self._gate.choose(())
         self._prepared_at = clock()
         self._plain_run = 0
@@ -65,6 +68,10 @@ class Speculator:
         self._seconds = {True: 0.0, False: 0.0}
         self._reasons: dict[str, int] = {}
         self._rungs: dict[int, int] = {}
+
+    def pin_depth(self, depth: int, width: int) -> int:
+        """Draft so deep from now on, whatever pays; what slots below `width` can verify of it."""
+        return self._gate.pin(depth, width)
 
     def settle(self, plan: StepPlan, outcome: StepOutcome) -> None:
         """Tell the runner what of each verify is kept; comes before the commit moves any slot."""

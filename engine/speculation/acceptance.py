@@ -13,15 +13,16 @@ _SHORT_SHARE = 0.2
 _JUMP = 3.0
 _DOUBT_WEIGHT = 8.0
 _PRIOR, _PRIOR_WEIGHT = 0.6, 4.0
+# Where costs are known nobody looks at every depth, so that the guess must invite a look.
+HOPEFUL = 0.8
 
 
 class _Chance:
     """A share of successes under two rates of forgetting; starts as a weak guess."""
 
-    def __init__(self) -> None:
-        self.value = _PRIOR
+    def __init__(self, prior: float) -> None:
+        self.value = self._short = prior
         self._weight = self._short_weight = _PRIOR_WEIGHT
-        self._short = _PRIOR
 
     def see(self, hits: int, trials: int, width: int) -> float:
         """Count `hits` of `trials` of one step of `width` sequences; the jump, or 0."""
@@ -51,10 +52,11 @@ class AcceptanceProfile:
 
     Args:
         num_drafts: positions.
+        prior: chance of each before anything was seen; a weak guess.
     """
 
-    def __init__(self, num_drafts: int) -> None:
-        self._chances = [_Chance() for _ in range(num_drafts)]
+    def __init__(self, num_drafts: int, prior: float = _PRIOR) -> None:
+        self._chances = [_Chance(prior) for _ in range(num_drafts)]
 
     def see(self, depth: int, accepted: Sequence[int]) -> bool:
         """Count a step of `depth` drafts; whether some chance jumped up.

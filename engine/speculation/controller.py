@@ -11,11 +11,14 @@ a machine that slows down for everybody changes no choice.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from engine.speculation.acceptance import AcceptanceProfile
+from engine.speculation.acceptance import HOPEFUL, AcceptanceProfile
+
+# width -> seconds of a step by its depth, from 0
+Costs = Mapping[int, tuple[float, ...]]
 
 # Steps at one width between two decisions; a switch happens only there.
 WINDOW = 16
@@ -106,11 +109,15 @@ class SpecController:
 
     Args:
         num_drafts: the deepest choice.
+        costs: what steps took when nothing else ran; without it every width begins with a look at
+            each depth.
     """
 
-    def __init__(self, num_drafts: int) -> None:
+    def __init__(self, num_drafts: int, costs: Costs | None = None) -> None:
         self._num_drafts = num_drafts
-        self._profile = AcceptanceProfile(num_drafts)
+        self._costs = costs or {}
+        prior = {"prior": HOPEFUL} if costs else {}
+        self._profile = AcceptanceProfile(num_drafts, **prior)
         self._widths: dict[int, _Width] = {}
         self._last: _Timed | None = None
         self._steps = 0
@@ -222,7 +229,8 @@ class SpecController:
         share = 1.0 - state.rate(self._profile, depth) / state.rate(self._profile, state.depth)
         step = median(state.reference) * state.cost(depth) / state.cost(state.depth)
         least = median(state.reference) * _LEAST_LOSS
-        return self._length(state, depth) * max(step * share, least)
+        most = median(state.reference) * _LOSS_CAP
+        return self._length(state, depth) * min(max(step * share, least), most)
 
     def _length(self, state: _Width, depth: int) -> int:
         """Steps of a probe: a look for acceptance alone needs few where many sequences decode."""
@@ -293,11 +301,38 @@ class SpecController:
     def _state(self, width: int, first_guess: int) -> _Width:
         key = _key(width)
         if key not in self._widths:
+            given = given_ratios(self._costs, key)
+            if given:
+                self._widths[key] = self._known_width(key, given, first_guess)
+                return self._widths[key]
             settled = [k for k, state in self._widths.items() if state.settled]
             near = min(settled, key=lambda k: (abs(k - key), k), default=None)
             depth = first_guess if near is None else self._widths[near].depth
             self._widths[key] = _Width(key, depth, ceiling=first_guess, seen_at=self._steps)
         return self._widths[key]
+
+    def _known_width(self, key: int, ratios: tuple[float, ...], ceiling: int) -> _Width:
+        """A width whose costs are known, at the depth that promises most."""
+        state = _Width(key, 0, ceiling=ceiling, seen_at=self._steps)
+        state.ratios.clear()
+        for depth, ratio in enumerate(ratios):
+            state.add_ratio(depth, ratio)
+        state.depth = state.best(self._profile, len(ratios) - 1)
+        return state
+
+
+def given_ratios(costs: Costs, width: int) -> tuple[float, ...]:
+    """Cost of each depth over that of depth 0, between the two nearest widths that were timed."""
+    below = max((w for w in costs if w <= width), default=None)
+    above = min((w for w in costs if w >= width), default=None)
+    ends = [w for w in (below, above) if w is not None]
+    if not ends:
+        return ()
+    ratios = [tuple(seconds / costs[w][0] for seconds in costs[w]) for w in ends]
+    if len(ends) == 1 or below == above:
+        return ratios[0]
+    share = (width - ends[0]) / (ends[1] - ends[0])
+    return tuple(a + (b - a) * share for a, b in zip(*ratios, strict=False))
 
 
 def _key(width: int) -> int:

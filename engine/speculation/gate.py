@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from engine.speculation.adaptive_rung import AcceptBuckets, AdaptiveRung, Flush
 from engine.speculation.capacity import clamp_drafts_to_slot_capacity
-from engine.speculation.controller import SpecController
+from engine.speculation.controller import Costs, SpecController
 from engine.speculation.policy import PolicySettings
 
 
@@ -74,9 +74,12 @@ class SpecGate:
     Args:
         settings: of speculation.
         max_batch_size: state slots.
+        costs: what steps of each depth take, for the controller.
     """
 
-    def __init__(self, settings: PolicySettings, max_batch_size: int) -> None:
+    def __init__(
+        self, settings: PolicySettings, max_batch_size: int, costs: Costs | None = None
+    ) -> None:
         self._settings = settings
         self._slots = settings.state_slots(max_batch_size)
         self._capacities = [settings.slot_capacity(slot) for slot in range(self._slots)]
@@ -84,7 +87,10 @@ class SpecGate:
         self._rung = AdaptiveRung(
             settings.num_drafts, settings.ladder, pinned=not settings.adaptive_rung_acts
         )
-        self._controller = SpecController(settings.num_drafts) if settings.controller_acts else None
+        self._controller = (
+            SpecController(settings.num_drafts, costs) if settings.controller_acts else None
+        )
+        self._pinned: int | None = None
         self._engaged = False
         self.engagements = 0
         self.disengagements = 0
@@ -108,12 +114,17 @@ class SpecGate:
         """Whether a sequence in this slot may ever be verified."""
         return slot < self._slots
 
+    def pin(self, depth: int, width: int) -> int:
+        """Choose this depth from now on; what slots below `width` can verify of it."""
+        self._pinned = depth
+        return clamp_drafts_to_slot_capacity(depth, self._capacities[:width])
+
     def choose(self, candidates: Sequence[Candidate]) -> Choice:
         """Drafts of the next step, whose sequences are exactly `candidates`."""
         width = len(candidates)
         covered = [c.slot for c in candidates if self.covers(c.slot)]
         engaged = self._settings.num_drafts > 0 and 0 < width <= self._settings.mtp_max_seqs
-        notice = self._engage(engaged, width) if width else None
+        notice = self._engage(engaged, width) if width and self._pinned is None else None
         depth = self._depth(width, covered) if engaged and covered else 0
         drafts = tuple(min(depth, max(c.room, 0)) if self.covers(c.slot) else 0 for c in candidates)
         return Choice(
@@ -148,7 +159,12 @@ class SpecGate:
             accepted: drafts that were accepted, one entry per candidate of `choice`.
             seconds: of the step with its drafting.
         """
-        if self._controller is None or not choice.engaged or not choice.covered:
+        if (
+            self._controller is None
+            or self._pinned is not None
+            or not choice.engaged
+            or not choice.covered
+        ):
             return
         # A step whose drafts were all cut for want of room is no step of its depth.
         if choice.reason is not PlainReason.NO_ROOM:
@@ -156,6 +172,8 @@ class SpecGate:
 
     def _depth(self, width: int, covered: Sequence[int]) -> int:
         capacities = [self._capacities[slot] for slot in covered]
+        if self._pinned is not None:
+            return clamp_drafts_to_slot_capacity(self._pinned, capacities)
         rung = clamp_drafts_to_slot_capacity(self._rung.drafts(width), capacities)
         if self._controller is None:
             return rung

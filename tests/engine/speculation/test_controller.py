@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.speculation.controller import WINDOW, SpecController
+from engine.speculation.controller import WINDOW, SpecController, given_ratios
 from tests.engine.speculation.simulator import (
     Cost,
     Step,
@@ -213,3 +213,43 @@ def test_the_same_steps_give_the_same_choices() -> None:
         for _ in range(2)
     ]
     assert runs[0] == runs[1]
+
+
+def timed(cost: Cost) -> dict[int, tuple[float, ...]]:
+    return {width: tuple(cost(width, d) for d in range(4)) for width in (1, 2, 4, 8, 16, 32)}
+
+
+@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("odds", [GOOD, PROSE, BAD])
+@pytest.mark.parametrize("width", [1, 6, 8, 24, 32])
+def test_known_costs_save_the_looks_at_every_depth(
+    name: str, odds: tuple[float, ...], width: int
+) -> None:
+    cost = CURVES[name]
+    rates = []
+    for seed in SEEDS:
+        controller = SpecController(3, timed(cost))
+        trace = simulate(controller, 250, width, lambda _: odds, cost, seed=seed)
+        assert controller.probes == 0
+        assert switches_per_window(trace) <= 1
+        rates.append(achieved(trace[50:], width, odds, cost))
+    assert sum(rates) / len(rates) >= 0.97
+
+
+def test_costs_that_changed_since_the_start_are_found_out() -> None:
+    cost = CURVES["rows are cheap"]
+    # At the start drafts seemed to cost ten times a step.
+    controller = SpecController(3, {4: (1.0, 10.0, 20.0, 30.0)})
+    assert controller.choose(4, 3, 3) == 0
+    trace = simulate(controller, 4000, 4, lambda _: GOOD, cost, seed=3)
+    assert trace[-1].depth == 3
+
+
+def test_given_ratios_lie_between_the_widths_that_were_timed() -> None:
+    costs = {2: (1.0, 1.5), 4: (2.0, 5.0), 8: (4.0,)}
+    assert given_ratios(costs, 1) == (1.0, 1.5)
+    assert given_ratios(costs, 2) == (1.0, 1.5)
+    assert given_ratios(costs, 3) == (1.0, 2.0)
+    assert given_ratios(costs, 6) == (1.0,)
+    assert given_ratios(costs, 100) == (1.0,)
+    assert given_ratios({}, 3) == ()
