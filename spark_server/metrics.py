@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 
 from engine.request import EngineStats, RequestStats
 from spark_server.engine_api import Endpoint, EngineState, ModelInfo, Outcome
+from spark_server.prefix_cache_metrics import PREFIX_CACHE_NAMES, PrefixCacheCollector
 from spark_server.rising import Rising
 from spark_server.speculation_metrics import SPECULATION_NAMES, SpeculationCollector
 from spark_server.version import version
@@ -81,6 +82,7 @@ METRIC_NAMES = (
     "spark_process_cpu_seconds_total",
     "spark_process_resident_bytes",
     "spark_metrics_faults_total",
+    *PREFIX_CACHE_NAMES,
     *SPECULATION_NAMES,
 )
 
@@ -210,8 +212,10 @@ class Metrics:
         self._engine = _EngineCollector()
         self._processes = _ProcessCollector()
         self._speculation = SpeculationCollector()
+        self._prefix_cache = PrefixCacheCollector()
         self.registry.register(self._engine)
         self.registry.register(self._speculation)
+        self.registry.register(self._prefix_cache)
         self.registry.register(self._processes)
         self._routes: set[str] = set()
         self._open: dict[int, Endpoint] = {}
@@ -356,6 +360,7 @@ class Metrics:
         """The engine reported; `stepped` is False when it only says that it is idle."""
         self._engine.report(stats)
         self._speculation.report(stats.speculation)
+        self._prefix_cache.report(stats.prefix_cache)
         if stepped:
             self._step.observe(stats.last_step_seconds)
 
@@ -378,6 +383,7 @@ class Metrics:
         """An engine process takes work. `terms`: name, `exact` or `estimate`, bytes."""
         self._engine.restart(baseline)
         self._speculation.restart(baseline.speculation if baseline else None)
+        self._prefix_cache.restart(baseline.prefix_cache if baseline else None)
         self._model.clear()
         self._model.labels(info.model_id).set(1)
         self._ledger.clear()
@@ -389,6 +395,7 @@ class Metrics:
         """The engine process is gone; its gauges fall to nothing."""
         self._engine.restart()
         self._speculation.restart()
+        self._prefix_cache.restart()
         self._processes.engine_resident = 0
 
     @_safe

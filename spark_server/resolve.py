@@ -54,6 +54,12 @@ def engine_config(settings: Settings, folder: str) -> tuple[EngineConfig, list[s
         threads = len(os.sched_getaffinity(0))
         notes.append(f"threads auto is {threads}, the CPUs that this process may use")
     prefill = settings.batching.max_prefill_tokens
+    cache = settings.prefix_cache
+    snapshots = cache.slots
+    if snapshots.skipped is not None:
+        notes.append(f"ssm-cache-slots is {snapshots.slots}, {snapshots.skipped}")
+    elif cache.enable_prefix_caching and not cache.active:
+        notes.append("prefix caching is off, --ssm-cache-slots 0 keeps no state to begin behind")
     config = EngineConfig(
         model_dir=folder,
         device=settings.model.device,
@@ -70,6 +76,9 @@ def engine_config(settings: Settings, folder: str) -> tuple[EngineConfig, list[s
         enforce_eager=settings.model.enforce_eager,
         slot_compaction=not settings.speculation.pinned_slots,
         speculation=settings.speculation.policy(recurrent=model.gdn_layers > 0),
+        prefix_caching=cache.active,
+        snapshot_slots=snapshots.slots,
+        prefix_cache_exact=cache.prefix_cache_exact,
     )
     return config, notes
 

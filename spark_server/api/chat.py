@@ -121,6 +121,7 @@ def _prepare(service: Service, body: ChatBody, info: ModelInfo, began: float) ->
             priority=body.priority or 0,
             deadline=service.options.queue_timeout,
             grammar=grammar,
+            cache_salt=body.cache_salt,
         )
         reply = Reply(
             service.text.tokenizer.detokenizer(

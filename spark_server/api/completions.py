@@ -145,6 +145,7 @@ def _prepare(service: Service, body: CompletionBody, info: ModelInfo, began: flo
                 priority=body.priority or 0,
                 deadline=options.queue_timeout,
                 grammar=grammar,
+                cache_salt=body.cache_salt,
             )
             detokenizer = service.text.tokenizer.detokenizer(
                 skip_special_tokens=body.skip_special_tokens is not False

@@ -38,7 +38,12 @@ def usage(runs: Sequence[ChoiceRun], prompt_tokens: int) -> dict[str, Any]:
         prompt_tokens: sum over prompts, not over choices.
     """
     completion = sum(run.completion_tokens for run in runs)
-    cached = max((run.stats.cached_tokens for run in runs if run.stats), default=0)
+    cached, prompt = 0, None
+    for run in runs:
+        # As the prompt, what was cached of it counts once: for the first of its choices.
+        if run.request.prompt_ids is not prompt and run.stats is not None:
+            cached += run.stats.cached_tokens
+        prompt = run.request.prompt_ids
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion,

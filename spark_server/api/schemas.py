@@ -18,6 +18,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_NAMES = 16
 _MAX_NAME_CHARS = 64
+_MAX_SALT_CHARS = 256
 
 # Fields of OpenAI's or other servers' APIs that are not honoured here, each with the values that
 # ask for nothing; null always does.
@@ -103,6 +104,7 @@ _Prompt = Annotated[
 class SamplingBody(_Body):
     """What both generating endpoints share.
 
+    Cached prefixes are shared only by requests with the same `cache_salt`, or all without one.
     `temperature` below 0.001 is greedy. `top_k` 0 or -1 keeps all tokens. `min_tokens` wins over
     stop strings and stop ids.
     """
@@ -128,6 +130,7 @@ class SamplingBody(_Body):
     skip_special_tokens: bool | None = None
     response_format: _Object = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    cache_salt: str | None = Field(None, min_length=1, max_length=_MAX_SALT_CHARS)
     metrics: bool | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None

@@ -12,6 +12,7 @@ from spark_server.settings.fields import (
     ModelSettings,
     ServerSettings,
 )
+from spark_server.settings.prefix_cache import PrefixCacheSettings
 from spark_server.settings.sources import LoadedSettings, Settings, load_settings, read_api_keys
 from spark_server.settings.speculation import SpeculationSettings
 
@@ -23,6 +24,7 @@ __all__ = [
     "LoggingSettings",
     "MemorySettings",
     "ModelSettings",
+    "PrefixCacheSettings",
     "ServerSettings",
     "Settings",
     "SpeculationSettings",

@@ -21,6 +21,7 @@ from spark_server.settings.knobs import (
     SizeInt,
     auto_none,
 )
+from spark_server.settings.prefix_cache import PrefixCacheSettings
 from spark_server.settings.speculation import SpeculationSettings
 
 
@@ -304,6 +305,7 @@ GROUPS: dict[str, type[SettingsGroup]] = {
     "memory": MemorySettings,
     "limits": LimitsSettings,
     "speculation": SpeculationSettings,
+    "prefix_cache": PrefixCacheSettings,
     "auth": AuthSettings,
     "logging": LoggingSettings,
 }

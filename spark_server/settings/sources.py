@@ -30,6 +30,7 @@ from spark_server.settings.fields import (
     all_settings,
 )
 from spark_server.settings.parser import parse_flags
+from spark_server.settings.prefix_cache import PrefixCacheSettings
 from spark_server.settings.speculation import SpeculationSettings, check_together
 
 _PREFIXES = ("ATLAS_", "METRALE_", "SPARK_")
@@ -48,6 +49,7 @@ class Settings(BaseSettings):
     memory: MemorySettings = MemorySettings()
     limits: LimitsSettings = LimitsSettings()
     speculation: SpeculationSettings = SpeculationSettings()
+    prefix_cache: PrefixCacheSettings = PrefixCacheSettings()
     auth: AuthSettings = AuthSettings()
     logging: LoggingSettings = LoggingSettings()
 

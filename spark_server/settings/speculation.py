@@ -147,19 +147,6 @@ class SpeculationSettings(SettingsGroup):
             auto="what free memory allows",
         ),
     ] = Field(default=None, ge=0, le=8)
-    enable_prefix_caching: Annotated[
-        bool,
-        Knob(
-            "Reuse KV and recurrent state of shared prefixes",
-            ("--enable-prefix-caching",),
-            ("SPARK_ENABLE_PREFIX_CACHING",),
-            built=False,
-        ),
-    ] = False
-    ssm_marconi_full: Annotated[
-        Presence,
-        Knob("Keep snapshot slots without a cache", env=("ATLAS_SSM_MARCONI_FULL",), built=False),
-    ] = False
     ssm_decode_ring: Annotated[
         str | None,
         Knob("1 is ring depth 8, 0 is none", env=("ATLAS_SSM_DECODE_RING",), built=False),

@@ -141,10 +141,23 @@ def test_scratch_is_only_for_the_chunk_form() -> None:
     assert plan(replace(CONFIG, kernels="naive")).ledger.bytes_of("gdn_scratch") > 0
 
 
-def test_extra_terms_are_counted() -> None:
-    snapshots = LedgerTerm("snapshots", 64 * 2**20, TermKind.EXACT, "16 blobs")
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_snapshots_that_do_not_fit_are_named_with_a_number_that_does(drafts: int) -> None:
+    config, policy = replace(CONFIG, snapshot_slots=65536), SpeculationPolicy(drafts)
+    with pytest.raises(DoesNotFitError, match="the largest term is snapshots") as caught:
+        plan(config, policy=policy)
+    found = re.search(r"--ssm-cache-slots (\d+)", str(caught.value))
+    assert found is not None
+    most = int(found[1])
+    assert plan(replace(config, snapshot_slots=most), policy=policy).free >= 0
+    with pytest.raises(DoesNotFitError):
+        plan(replace(config, snapshot_slots=most + 1), policy=policy)
+
+
+def test_further_terms_are_counted() -> None:
+    other = LedgerTerm("other", 64 * 2**20, TermKind.EXACT, "16 blobs")
     with_them = preflight_reserve(
-        MODEL, CONFIG, budget=2 * GIB, weights_bytes=WEIGHTS, further=lambda config: (snapshots,)
+        MODEL, CONFIG, budget=2 * GIB, weights_bytes=WEIGHTS, further=lambda config: (other,)
     )
     assert with_them.ledger.total == plan().ledger.total + 64 * 2**20
 

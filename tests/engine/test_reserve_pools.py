@@ -21,12 +21,14 @@ TINY = Path(__file__).resolve().parents[2] / "spark_server" / "assets" / "spark-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("drafts", [0, 1, 3])
 @pytest.mark.parametrize("mode", list(SsmRollbackMode))
-@pytest.mark.parametrize("batch", [5, 40])
+@pytest.mark.parametrize(("batch", "snapshots"), [(5, 3), (40, 0)])
 def test_reserve_and_allocation_are_equal(
-    dtype: str, drafts: int, mode: SsmRollbackMode, batch: int
+    dtype: str, drafts: int, mode: SsmRollbackMode, batch: int, snapshots: int
 ) -> None:
     model = read_model(TINY)
-    config = EngineConfig("model", dtype=dtype, max_batch_size=batch, max_seq_len=300)
+    config = EngineConfig(
+        "model", dtype=dtype, max_batch_size=batch, max_seq_len=300, snapshot_slots=snapshots
+    )
     policy = SpeculationPolicy(drafts, mode)
     found = preflight_reserve(
         model,

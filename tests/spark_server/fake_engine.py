@@ -32,6 +32,7 @@ class Script:
         refuse: raised before the first delta.
         fail_after: tokens after which the engine fails, or None.
         fill: id that goes on after `ids`, or None to end with the end id.
+        cached: prompt tokens that it says were cached.
     """
 
     ids: Sequence[int] = ()
@@ -41,6 +42,7 @@ class Script:
     refuse: Exception | None = None
     fail_after: int | None = None
     fill: int | None = None
+    cached: int = 0
 
 
 @dataclass
@@ -119,6 +121,7 @@ class FakeEngine:
                 )
                 return deltas
             last = start + script.burst >= len(ids)
+            stats = RequestStats(0.25, 0, script.cached, drafted=3, accepted=2)
             reason = FinishReason.STOP if stopped else FinishReason.LENGTH
             deltas.append(
                 TokenDelta(
@@ -127,7 +130,7 @@ class FakeEngine:
                     logprobs=self._logprobs(params.logprobs, burst),
                     finish_reason=reason if last else None,
                     stop_token_id=ids[-1] if last and stopped else None,
-                    stats=RequestStats(queue_seconds=0.25, drafted=3, accepted=2) if last else None,
+                    stats=stats if last else None,
                 )
             )
         return deltas

@@ -42,6 +42,7 @@ def test_every_setting_arrives() -> None:
         *("--max-prefill-tokens", "200", "--max-waiting", "5", "--memory-budget", "1GiB"),
         *("--kv-tokens", "640", "--threads", "2", "--kernels", "naive"),
         *("--batch-invariant", "--enforce-eager"),
+        *("--ssm-cache-slots", "5", "--no-prefix-cache-exact"),
     )
     assert config == EngineConfig(
         model_dir=TINY,
@@ -57,6 +58,9 @@ def test_every_setting_arrives() -> None:
         kernels="naive",
         batch_invariant=True,
         enforce_eager=True,
+        prefix_caching=True,
+        snapshot_slots=5,
+        prefix_cache_exact=False,
     )
     assert notes == []
     finished, notes = finish_config(config)
