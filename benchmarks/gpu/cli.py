@@ -30,13 +30,15 @@ SECONDS = 290.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the check; the exit code is 1 when a row failed, 2 for wrong arguments."""
     options = parse(argv)
-    if options.device == "cpu":
+    if options.device == "cpu" and options.capability is None:
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # What a Triton without the variable does too; some warn that it will not stay so.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     from benchmarks.gpu import stage_card
     from benchmarks.gpu.runner import run_stages
 
-    stages = all_stages(options.smoke)
+    stages = compile_stages(options) if options.capability else all_stages(options.smoke)
     known = [stage.name for stage in stages]
     unknown = sorted(set(options.stages) - set(known))
     if unknown:
@@ -101,6 +103,20 @@ def all_stages(smoke: bool) -> list[Stage]:
     ]
 
 
+def compile_stages(options: Options) -> list[Stage]:
+    """Every kernel compiled for a card that is not here: the small cases, then those of a card."""
+    from benchmarks.gpu import ahead, stage_kernels
+    from benchmarks.gpu.runner import Stage
+    from kernels.cases import CaseSize
+
+    sizes = (CaseSize.SMOKE,) if options.smoke else (CaseSize.SMOKE, CaseSize.CARD)
+    return [
+        Stage(f"{name}-{size.value}", options.seconds, partial(ahead.run, name, size), True)
+        for size in sizes
+        for name in stage_kernels.operators()
+    ]
+
+
 def parse(argv: Sequence[str] | None) -> Options:
     """The options of a command line; $OUT is the default folder."""
     parser = argparse.ArgumentParser(
@@ -113,11 +129,19 @@ def parse(argv: Sequence[str] | None) -> Options:
     parser.add_argument("--kernels", default="", help="of the engine; triton on a card")
     parser.add_argument("--acceptance", type=float, default=0.8, help="chance of each draft")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for the whole run")
+    parser.add_argument(
+        "--compile-for",
+        type=int,
+        metavar="CAPABILITY",
+        help="only compile, without a card, for one of this compute capability: 90 for an H200",
+    )
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "gpu_check_out"))
     asked = parser.parse_args(argv)
     if not 0 <= asked.acceptance <= 1:
         parser.error(f"--acceptance {asked.acceptance:g} is not within 0 and 1")
-    if asked.device == "cpu" and not asked.smoke:
+    if asked.compile_for is not None:
+        asked.device = "cpu"
+    elif asked.device == "cpu" and not asked.smoke:
         parser.error("--device cpu runs under Triton's interpreter, which takes --smoke")
     return Options(
         device=asked.device,
@@ -126,5 +150,6 @@ def parse(argv: Sequence[str] | None) -> Options:
         seconds=asked.seconds,
         stages=tuple(name for name in asked.stages.split(",") if name),
         acceptance=asked.acceptance,
+        capability=asked.compile_for,
         kernels=asked.kernels or ("triton" if asked.device == "cuda" else "naive"),
     )

@@ -26,6 +26,7 @@ class Options:
         stages: names to run, empty for all.
         acceptance: chance that a draft is made to come true.
         kernels: operators of the engine stages, as the server names them.
+        capability: compile for cards of this compute capability, e.g. 90, and do nothing else.
         machine: measured limits, None until the first stage is done.
     """
 
@@ -36,4 +37,5 @@ class Options:
     stages: tuple[str, ...] = ()
     acceptance: float = 0.8
     kernels: str = "triton"
+    capability: int | None = None
     machine: Machine | None = None

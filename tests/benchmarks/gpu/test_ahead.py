@@ -1,0 +1,73 @@
+"""Compiling for a card that is not here finds what Triton's interpreter lets pass."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.gpu.ahead import shared_limit
+from tests.processes import run_python
+
+ROOT = Path(__file__).resolve().parents[3]
+
+KERNELS = """
+import torch
+import triton
+import triton.language as tl
+
+@triton.jit
+def good(p_x, N: tl.constexpr):
+    o_x = tl.arange(0, N)
+    tl.store(p_x + o_x, tl.load(p_x + o_x) * 2)
+
+@triton.jit
+def odd_size(p_x, N: tl.constexpr):
+    o_x = tl.arange(0, N)
+    tl.store(p_x + o_x, tl.load(p_x + o_x) * 2)
+"""
+
+TRY = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, "."]
+import mine, torch
+from benchmarks.gpu.ahead import without_a_card
+with without_a_card(90) as variants:
+    x = torch.zeros(64)
+    for dtype in (torch.float32, torch.float32, torch.bfloat16):
+        mine.good[(1,)](x.to(dtype), N=64)
+    try:
+        mine.odd_size[(1,)](x, N=48)
+    except Exception as error:
+        print(type(error).__name__, "power of 2" in str(error.__cause__ or error))
+print([variant.kernel for variant in variants], float(x.sum()))
+"""
+
+
+def test_variants_are_compiled_once_and_faults_are_raised(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(KERNELS, encoding="utf-8")
+    env = {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_DEFAULT_FP_FUSION": "1"}
+    out = run_python(TRY, tmp_path, **env).splitlines()
+    assert out == ["CompilationError True", "['good', 'good'] 0.0"]
+
+
+RUN = f"""
+import runpy, sys
+sys.argv = ["x", "--compile-for", "90", "--smoke", "--stages", "draft_chain-smoke,moves-smoke"]
+runpy.run_path({str(ROOT / "scripts" / "gpu_check")!r}, run_name="__main__")
+"""
+
+
+def test_an_operator_is_compiled_for_an_h200(tmp_path: Path) -> None:
+    env = {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "OUT": str(tmp_path)}
+    run_python(RUN, tmp_path, **env)
+    report = json.loads((tmp_path / "gpu_check.json").read_text(encoding="utf-8"))
+    rows = {row["name"]: row for row in report["found"] if row["name"] != "time"}
+    assert rows["draft_chain smoke"]["status"] == "skip"
+    found = rows["moves smoke"]["numbers"]
+    assert (found["cases"], found["failed"]) == (2, 0)
+    assert found["variants"] > 0
+    assert 0 < found["shared"] < shared_limit(90) == 227 * 1024
+
+
+def test_a_card_without_an_entry_gets_the_smallest_limit() -> None:
+    assert shared_limit(121) == shared_limit(89) == 99 * 1024
