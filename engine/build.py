@@ -19,17 +19,21 @@ from engine.config import GRID, EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.grammar.loading import grammar_masks
+from engine.grammar.vocabulary import load_vocabulary
 from engine.model.forms import forms_agree
 from engine.model.graphs import CudaCapture
 from engine.model.hybrid import HybridModel
 from engine.model.layers import rotary_bytes
 from engine.model.load import build_network, load_network
 from engine.pools.allocate import allocate_pools, pool_terms
+from engine.pools.snapshots import StateSnapshots
 from engine.reserve.graphs import graph_buckets
 from engine.reserve.preflight import Preflight
-from engine.reserve.start import preflight_of, reserve_policy
+from engine.reserve.start import preflight_with_ring, reserve_policy
 from engine.reserve.terms import blocks_per_sequence
 from engine.runner import RowPhase, Segment
+from engine.watchdogs.boundaries import boundary_mask
+from engine.watchdogs.watchdogs import Watchdogs
 from engine.weights.layout import WeightSource
 from engine.weights.loader import Progress as WeightProgress
 from engine.weights.model_config import ModelConfig, load_config
@@ -93,12 +97,16 @@ def build_engine(
     folder = Path(config.model_dir)
     model_config = load_config(folder)
     ops = choose_ops(config)
-    found = preflight_of(config, model_config, from_files=source is None)
+    found, ring = preflight_with_ring(config, model_config, from_files=source is None)
+    if config.watchdogs and ring.skipped is not None:
+        logger.info("Watchdogs stop and do not roll back: %s", ring.skipped)
     phase.done("preflight", f"{found.kv_blocks} KV blocks of {GRID} tokens")
 
     dtype = DTYPES[config.dtype]
     policy = reserve_policy(config)
-    pools = allocate_pools(model_config, config, policy, found.kv_blocks, dtype, ops.move_rows)
+    pools = allocate_pools(
+        model_config, config, policy, found.kv_blocks, dtype, ops.move_rows, ring_slots=ring.slots
+    )
     found.ledger.check_allocated(
         pool_terms(config, policy, pools, rotary_bytes(model_config, config.max_seq_len))
     )
@@ -144,6 +152,7 @@ def build_engine(
         masks=masks,
         keeper=model,
         reuse_decoded=reuses_decoded(config, model, ops),
+        watchdogs=_watchdogs(config, model, pools.decode_ring),
         costs=costs,
     )
     info = BuiltInfo(model_config.vocab_size, eos, ops.name, grammar=masks is not None)
@@ -193,6 +202,17 @@ def reuses_decoded(config: EngineConfig, model: HybridModel, ops: Ops) -> bool:
         said = "prompts and answers are reused, answers with another rounding than recomputed"
     logger.info("Prefix cache of %d checkpoints: %s", config.snapshot_slots, said)
     return exact or not config.prefix_cache_exact
+
+
+def _watchdogs(config: EngineConfig, model: HybridModel, ring: StateSnapshots) -> Watchdogs | None:
+    """The watchdogs, when they are on; without a tokenizer they cut outputs at no boundary."""
+    if not config.watchdogs:
+        return None
+    boundaries = b""
+    if (Path(config.model_dir) / "tokenizer.json").is_file():
+        vocabulary = load_vocabulary(Path(config.model_dir), model.vocab_size, ())
+        boundaries = boundary_mask(vocabulary.pieces)
+    return Watchdogs(ring, config.max_batch_size, model.fold, boundaries)
 
 
 class _Phases:

@@ -37,6 +37,9 @@ class EngineConfig:
         prefix_caching: reuse KV and state of prefixes that earlier sequences computed.
         snapshot_slots: states that are kept for it; 0 keeps none, so that nothing is reused.
         prefix_cache_exact: reuse only what gives the very tokens that no reuse gives.
+        watchdogs: look for output that repeats itself, and steer it back or stop it.
+        decode_ring_slots: snapshots of each sequence to roll back to, None to take what fits.
+        decode_ring_override: ATLAS_SSM_DECODE_RING, see `reserve.decode_ring`.
     """
 
     model_dir: str
@@ -58,3 +61,6 @@ class EngineConfig:
     prefix_caching: bool = False
     snapshot_slots: int = 0
     prefix_cache_exact: bool = True
+    watchdogs: bool = False
+    decode_ring_slots: int | None = None
+    decode_ring_override: str | None = None

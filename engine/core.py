@@ -22,6 +22,7 @@ from engine.sampling.shaping import TokenMask
 from engine.scheduler import Scheduler, StatePort, StepKind, StepOutcome, StepPlan
 from engine.speculation.controller import Costs
 from engine.speculator import Speculator, forwards_of
+from engine.watchdogs.watchdogs import Watchdogs
 
 # How long a step waits for a grammar when there is nothing else to do, and so how long a request
 # that comes meanwhile may have to wait.
@@ -66,6 +67,7 @@ class EngineCore:
         kv_blocks: KV blocks of GRID tokens that the runner's pool has.
         eos_ids: the model's own end ids.
         masks: constrains requests that carry a grammar; without it they are refused.
+        watchdogs: steers output that repeats itself; without them nothing looks.
         clock: seconds, for queue times, deadlines and step times.
         keeper: the model again, where it can set states aside; no prefix is reused without.
         reuse_decoded: the prefix cache may also keep what decode steps computed.
@@ -80,6 +82,7 @@ class EngineCore:
         kv_blocks: int,
         eos_ids: frozenset[int] = frozenset(),
         masks: TokenMasks | None = None,
+        watchdogs: Watchdogs | None = None,
         clock: Callable[[], float] = time.monotonic,
         keeper: StateKeeper | None = None,
         reuse_decoded: bool = False,
@@ -89,7 +92,10 @@ class EngineCore:
         self._keeper = keeper
         if keeper is not None and config.prefix_caching and config.snapshot_slots:
             drafted = keeper.drafted_rows if config.speculation is not None else None
-            states = StatePort(config.snapshot_slots, reuse_decoded, self._save_state, drafted)
+            cuts = watchdogs is not None and watchdogs.rolls_back
+            states = StatePort(
+                config.snapshot_slots, reuse_decoded, self._save_state, drafted, cuts
+            )
         self.scheduler = Scheduler(
             config,
             kv_blocks=kv_blocks,
@@ -107,6 +113,7 @@ class EngineCore:
         self._sampler = Sampler(runner.vocab_size)
         self._masks = masks
         self._masked: set[int] = set()
+        self._watchdogs = watchdogs
         self._clock = clock
         self._outbox: list[TokenDelta] = []
         self._hidden = torch.empty(0)
@@ -222,6 +229,7 @@ class EngineCore:
             speculation=self._speculator.stats() if self._speculator is not None else None,
             held=self.scheduler.held,
             prefix_cache=cache.stats() if cache is not None else None,
+            watchdogs=self._watchdogs.stats() if self._watchdogs is not None else None,
         )
 
     def _settle(self, masks: TokenMasks) -> list[TokenDelta]:
@@ -257,6 +265,8 @@ class EngineCore:
         deltas = self.scheduler.commit(plan, outcome)
         if speculator is not None:
             speculator.prepare(plan, outcome, result.hidden)
+        if self._watchdogs is not None:
+            deltas = self._watchdogs.observe(deltas, self.scheduler)
         return deltas
 
     def _save_state(self, saved: SavedState) -> None:

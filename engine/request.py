@@ -64,6 +64,7 @@ class GenerationRequest:
         deadline: seconds after arrival at which a request that still waits is given up, or None.
         grammar: a compiled-grammar source (JSON schema text) that constrains the output, or None.
         cache_salt: requests reuse cached prefixes of those with the same salt only.
+        retractable: nothing of it is shown before it ends, so that deltas may take tokens back.
     """
 
     request_id: int
@@ -73,6 +74,7 @@ class GenerationRequest:
     deadline: float | None = None
     grammar: str | None = None
     cache_salt: str | None = None
+    retractable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class TokenLogprobs:
 class RequestStats:
     """Per-request numbers, sent with the last delta. Times in seconds.
 
+    `rollbacks` counts how often a watchdog took tokens back, `retracted` how many in all.
     `drafted`/`accepted` count draft tokens; `accepted_per_position[i]` counts accepted drafts at
     position i of a burst, `drafted_per_position[i]` those offered there.
     """
@@ -101,6 +104,8 @@ class RequestStats:
     accepted: int = 0
     drafted_per_position: tuple[int, ...] = ()
     accepted_per_position: tuple[int, ...] = ()
+    rollbacks: int = 0
+    retracted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +116,13 @@ class TokenDelta:
         token_ids: the new tokens in order; includes the stop id that ended the sequence, if any.
         logprobs: one entry per token when they were asked for, else empty.
         finish_reason: set on the last delta only.
-        stop_token_id: the id that ended the sequence (an end id or a stop id), else None.
+        stop_token_id: the id that ended the sequence (an end id or a stop id), else None; with
+            STOP and without an id a watchdog ended it.
         error: a sentence for the client when finish_reason is ERROR.
         error_status: the HTTP status that fits the error; below 500 it is the client's mistake.
         error_param: the request field to blame, or None.
         error_code: a machine-readable code of the error, or None.
+        retract: tokens of earlier deltas, from the end, that no longer count; before token_ids.
     """
 
     request_id: int
@@ -128,6 +135,7 @@ class TokenDelta:
     error_param: str | None = None
     error_code: str | None = None
     stats: RequestStats | None = None
+    retract: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +205,24 @@ class PrefixCacheStats:
 
 
 @dataclass(frozen=True, slots=True)
+class WatchdogStats:
+    """What the watchdogs did; counters only ever rise.
+
+    Attributes:
+        ring_slots: snapshots that the decode-rollback ring holds of each sequence.
+        detections: (kind, count).
+        rollbacks: how often an output was steered back. retracted: tokens that this took back.
+        stops: (cause, count) of outputs that were stopped.
+    """
+
+    ring_slots: int = 0
+    detections: tuple[tuple[str, int], ...] = ()
+    rollbacks: int = 0
+    retracted: int = 0
+    stops: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Gauges and counters of the engine at the end of a step; counters only ever rise.
 
@@ -222,3 +248,4 @@ class EngineStats:
     speculation: SpeculationStats | None = None
     held: int = 0
     prefix_cache: PrefixCacheStats | None = None
+    watchdogs: WatchdogStats | None = None

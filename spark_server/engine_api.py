@@ -139,7 +139,10 @@ class RequestObserver(Protocol):
         seconds: float,
         stats: RequestStats | None,
     ) -> None:
-        """The sequence ended `seconds` after the HTTP request came, whatever the outcome."""
+        """The sequence ended `seconds` after the HTTP request came, whatever the outcome.
+
+        `completion_tokens` are all that came, also those that were taken back.
+        """
         ...
 
 

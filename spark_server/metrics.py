@@ -28,6 +28,7 @@ from spark_server.prefix_cache_metrics import PREFIX_CACHE_NAMES, PrefixCacheCol
 from spark_server.rising import Rising
 from spark_server.speculation_metrics import SPECULATION_NAMES, SpeculationCollector
 from spark_server.version import version
+from spark_server.watchdog_metrics import WATCHDOG_NAMES, WatchdogCollector
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,6 +85,7 @@ METRIC_NAMES = (
     "spark_metrics_faults_total",
     *PREFIX_CACHE_NAMES,
     *SPECULATION_NAMES,
+    *WATCHDOG_NAMES,
 )
 
 logger = logging.getLogger(__name__)
@@ -201,8 +203,8 @@ class Metrics:
     """All metrics of one server; implements `RequestObserver`.
 
     Token totals and per-request token histograms follow one rule, aborted requests included: a
-    prompt counts when its request ends, an output token when it reaches the API. The
-    `spark_engine_*` counters say what the engine computed.
+    prompt counts when its request ends, an output token when it reaches the API, whether or not a
+    watchdog takes it back later. The `spark_engine_*` counters say what the engine computed.
     """
 
     def __init__(self) -> None:
@@ -216,6 +218,8 @@ class Metrics:
         self.registry.register(self._engine)
         self.registry.register(self._speculation)
         self.registry.register(self._prefix_cache)
+        self._watchdogs = WatchdogCollector()
+        self.registry.register(self._watchdogs)
         self.registry.register(self._processes)
         self._routes: set[str] = set()
         self._open: dict[int, Endpoint] = {}
@@ -361,6 +365,7 @@ class Metrics:
         self._engine.report(stats)
         self._speculation.report(stats.speculation)
         self._prefix_cache.report(stats.prefix_cache)
+        self._watchdogs.report(stats.watchdogs)
         if stepped:
             self._step.observe(stats.last_step_seconds)
 
@@ -384,6 +389,7 @@ class Metrics:
         self._engine.restart(baseline)
         self._speculation.restart(baseline.speculation if baseline else None)
         self._prefix_cache.restart(baseline.prefix_cache if baseline else None)
+        self._watchdogs.restart(baseline.watchdogs if baseline else None)
         self._model.clear()
         self._model.labels(info.model_id).set(1)
         self._ledger.clear()
@@ -396,6 +402,7 @@ class Metrics:
         self._engine.restart()
         self._speculation.restart()
         self._prefix_cache.restart()
+        self._watchdogs.restart()
         self._processes.engine_resident = 0
 
     @_safe

@@ -79,6 +79,9 @@ def engine_config(settings: Settings, folder: str) -> tuple[EngineConfig, list[s
         prefix_caching=cache.active,
         snapshot_slots=snapshots.slots,
         prefix_cache_exact=cache.prefix_cache_exact,
+        watchdogs=settings.watchdogs.enabled,
+        decode_ring_slots=settings.watchdogs.ssm_decode_ring_slots,
+        decode_ring_override=settings.watchdogs.ssm_decode_ring,
     )
     return config, notes
 

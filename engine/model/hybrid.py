@@ -220,6 +220,9 @@ class HybridModel:
     @torch.inference_mode()
     def fold(self, slots: Sequence[int]) -> None:
         """Run the pending rows of the slots on their states, so that nothing is pending."""
+        slots = [slot for slot in slots if self.states.pending[slot]]
+        if not slots:
+            return
         segments = [Segment(slot, 1, (), RowPhase.REPLAY, 0, (), 0) for slot in slots]
         layouts = [RowLayout(committed=0) for _ in slots]
         step = step_input(segments, layouts, self.states.pending, self.kv.dummy_block, self.device)

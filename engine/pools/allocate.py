@@ -24,6 +24,7 @@ from engine.reserve.graphs import GRAPH_STATIC, uses_graphs
 from engine.reserve.ssm_reserve import SpeculationPolicy, SsmRollbackMode, mtp_slot_draft_capacity
 from engine.reserve.terms import Speculation, allocated_terms, decode_rows
 from engine.reserve.verify_terms import (
+    DECODE_RING,
     DRAFTER_LOG,
     REPLAY_RING,
     REPLAY_RING_DUMMY,
@@ -45,6 +46,7 @@ class Pools:
         drafter_log: see drafter_log_shape, 0 slots without a drafter.
         snapshot_hidden: [places, H] hidden state of the last token before each snapshot, for the
             drafter; 0 places without one.
+        decode_ring: snapshots to roll back to, equally many of each of max_batch_size sequences.
         buffers: what captured steps read and write, where steps are captured.
     """
 
@@ -53,6 +55,7 @@ class Pools:
     drafter_log: Tensor
     snapshots: StateSnapshots
     snapshot_hidden: Tensor
+    decode_ring: StateSnapshots
     buffers: StepBuffers | None = None
 
 
@@ -63,8 +66,13 @@ def allocate_pools(
     kv_blocks: int,
     dtype: torch.dtype,
     move_rows: MoveRows = naive_move_rows,
+    *,
+    ring_slots: int = 0,
 ) -> Pools:
-    """State, verify storage and KV pages for `config`; KV of the drafter when it speculates."""
+    """State, verify storage and KV pages for `config`; KV of the drafter when it speculates.
+
+    `ring_slots` is the depth of the decode-rollback ring, whatever `config` asks for.
+    """
     device = torch.device(config.device)
     slots, verify = pool_shapes(model, config.max_batch_size, policy)
     speculates = policy.num_drafts > 0
@@ -82,6 +90,7 @@ def allocate_pools(
         torch.zeros(log, dtype=dtype, device=device),
         StateSnapshots(states, config.snapshot_slots),
         torch.zeros(hidden, dtype=dtype, device=device),
+        StateSnapshots(states, config.max_batch_size * ring_slots),
         buffers,
     )
 
@@ -147,6 +156,8 @@ def pool_terms(
         terms[GRAPH_STATIC] = pools.buffers.nbytes
     if config.snapshot_slots:
         terms[SNAPSHOTS] = pools.snapshots.nbytes
+    if pools.decode_ring.places:
+        terms[DECODE_RING] = pools.decode_ring.nbytes
     if policy.num_drafts == 0:
         return terms
     terms[DRAFTER_LOG] = pools.drafter_log.nbytes

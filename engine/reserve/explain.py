@@ -301,6 +301,11 @@ def _snapshot_hidden(n: _Numbers, term: LedgerTerm) -> _Pair:
     return "snapshots x H x bytes a number", f"{slots} * {n.model.hidden_size} * {size}"
 
 
+def _decode_ring(n: _Numbers, term: LedgerTerm) -> _Pair:
+    slots = n.config.decode_ring_slots
+    return f"depth x max-batch-size x {_STATE}", f"{slots} * {n.config.max_batch_size} * {n.blob}"
+
+
 def _kv_pool(n: _Numbers, term: LedgerTerm) -> _Pair:
     return f"blocks x {_PAGE}", f"{n.blocks} * {n.kv_block}"
 
@@ -331,6 +336,7 @@ _FORMULAS: dict[str, Callable[[_Numbers, LedgerTerm], _Pair]] = {
     v.REPLAY_RING_DUMMY: _replay_dummy,
     v.SNAPSHOTS: _snapshots,
     v.SNAPSHOT_HIDDEN: _snapshot_hidden,
+    v.DECODE_RING: _decode_ring,
     t.KV_POOL: _kv_pool,
     t.KV_DUMMY: _kv_dummy,
 }

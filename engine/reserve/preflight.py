@@ -22,7 +22,7 @@ from engine.reserve.terms import (
     kv_block_bytes,
     kv_terms,
 )
-from engine.reserve.verify_terms import snapshot_terms, verify_terms
+from engine.reserve.verify_terms import decode_ring_terms, snapshot_terms, verify_terms
 from engine.weights.model_config import ModelConfig
 
 # Terms of other owners, such as snapshots: a search varies the configuration, and they follow.
@@ -93,6 +93,7 @@ class ReserveCase:
                 *fixed_terms(self.model, config, self.weights_bytes, speculation),
                 *verify_terms(self.model, config, self.policy),
                 *snapshot_terms(self.model, config, self.policy),
+                *decode_ring_terms(self.model, config),
                 *self.further(config),
                 *kv_terms(self.model, config, blocks, with_mtp=self.with_mtp),
             )
@@ -204,6 +205,10 @@ def _ways_out(
     slots = largest(config.snapshot_slots - 1, 0, lambda n: fits(replace(config, snapshot_slots=n)))
     if slots is not None:
         ways.append(f"--ssm-cache-slots {slots}")
+    depth = (config.decode_ring_slots or 0) - 1
+    depth_that_fits = largest(depth, 0, lambda n: fits(replace(config, decode_ring_slots=n)))
+    if depth_that_fits is not None:
+        ways.append(f"--ssm-decode-ring-slots {depth_that_fits}")
     least = replace(config, kv_tokens=None)
     if config.kv_tokens is not None and fits(least):
         left = budget - case.ledger(least, 0).total

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelFormatError
+from engine.reserve.decode_ring import DecodeRingDecision
+from engine.reserve.decode_ring_fit import decode_ring_slots
 from engine.reserve.parameters import (
     StoredTensor,
     resident_bytes,
@@ -19,18 +22,27 @@ from engine.weights.model_config import ModelConfig
 
 
 def preflight_of(config: EngineConfig, model: ModelConfig, *, from_files: bool = True) -> Preflight:
-    """What an engine of `config` reserves, weights by the headers of its files.
+    """What an engine of `config` reserves; see `preflight_with_ring`."""
+    return preflight_with_ring(config, model, from_files=from_files)[0]
+
+
+def preflight_with_ring(
+    config: EngineConfig, model: ModelConfig, *, from_files: bool = True
+) -> tuple[Preflight, DecodeRingDecision]:
+    """What an engine of `config` reserves, and how deep its decode-rollback ring is in that.
 
     Args:
         config: device, dtype and memory budget are resolved.
         model: of the same folder.
-        from_files: the weights come from the folder; else they are made as the config describes.
+        from_files: weights by the headers of the folder's files; else they are made as the config
+            describes.
 
     Raises:
         ConfigError, DoesNotFitError: the settings cannot work.
         ModelFormatError: the checkpoint cannot be served.
     """
-    if config.memory_budget is None:
+    budget = config.memory_budget
+    if budget is None:
         raise ConfigError("the memory budget is not resolved")
     policy = reserve_policy(config)
     with_mtp = policy.num_drafts > 0
@@ -41,14 +53,20 @@ def preflight_of(config: EngineConfig, model: ModelConfig, *, from_files: bool =
         )
     folder = Path(config.model_dir)
     stored = served_tensors(folder) if from_files else tensors_of_config(model)
-    return preflight_reserve(
-        model,
-        config,
-        budget=config.memory_budget,
-        weights_bytes=resident_bytes(stored, model, config, with_mtp=with_mtp),
-        policy=policy,
-        memory=config.device_memory,
-    )
+    weights = resident_bytes(stored, model, config, with_mtp=with_mtp)
+
+    def reserve(ring_slots: int) -> Preflight:
+        return preflight_reserve(
+            model,
+            replace(config, decode_ring_slots=ring_slots),
+            budget=budget,
+            weights_bytes=weights,
+            policy=policy,
+            memory=config.device_memory,
+        )
+
+    ring = decode_ring_slots(model, config, reserve)
+    return reserve(ring.slots), ring
 
 
 def served_tensors(folder: Path) -> tuple[StoredTensor, ...]:

@@ -26,6 +26,7 @@ REPLAY_RING_DUMMY = "replay_ring_dummy"
 DRAFTER_LOG = "drafter_log"
 SNAPSHOTS = "snapshots"
 SNAPSHOT_HIDDEN = "snapshot_hidden"
+DECODE_RING = "decode_ring"
 
 
 def verify_terms(
@@ -95,6 +96,26 @@ def snapshot_terms(
     hidden = slots * model.hidden_size * element_bytes(config.dtype)
     why = f"a hidden state of each of {slots} snapshots"
     return (term, LedgerTerm(SNAPSHOT_HIDDEN, hidden, TermKind.EXACT, why))
+
+
+def decode_ring_slot_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Bytes of one snapshot of every sequence in the decode-rollback ring."""
+    return config.max_batch_size * ssm_blob(model).nbytes
+
+
+def decode_ring_terms(model: ModelConfig, config: EngineConfig) -> tuple[LedgerTerm, ...]:
+    """The decode-rollback ring at the depth that `config` names; none where it names none."""
+    slots = config.decode_ring_slots
+    if not slots or model.gdn_layers == 0:
+        return ()
+    return (
+        LedgerTerm(
+            DECODE_RING,
+            slots * decode_ring_slot_bytes(model, config),
+            TermKind.EXACT,
+            f"{slots} snapshots of {config.max_batch_size} sequences (--ssm-decode-ring-slots)",
+        ),
+    )
 
 
 def _verify_pool_bytes(

@@ -5,6 +5,8 @@ Functions of one row and its sequence's tokens; knows nothing of draws or of oth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -18,7 +20,7 @@ _NEVER = np.float32(-np.inf)
 
 
 def shape_logits(logits: Row, row: SamplingRow, allowed: TokenMask | None) -> Row:
-    """A changed copy of logits [vocabulary]: bias, then penalties, then masks.
+    """A changed copy of logits [vocabulary]: bias, then penalties, then masks, then a ban.
 
     Bias and presence/frequency penalties are OpenAI's: logit + bias - presence * [count > 0] -
     frequency * count, counts over generated tokens. The repetition penalty (CTRL, Keskar et al.
@@ -40,6 +42,8 @@ def shape_logits(logits: Row, row: SamplingRow, allowed: TokenMask | None) -> Ro
         logits -= np.float32(params.presence_penalty) * (counts > 0)
     if allowed is not None:
         logits[~unpack_mask(allowed, logits.size)] = _NEVER
+    if row.position < state.banned_until:
+        _ban(logits, state.banned)
     if row.position < state.min_tokens:
         ends = [token for token in state.stop_ids if token < logits.size]
         kept = logits[ends]
@@ -48,6 +52,15 @@ def shape_logits(logits: Row, row: SamplingRow, allowed: TokenMask | None) -> Ro
             # A grammar that is complete allows nothing but an end, and it wins over min_tokens.
             logits[ends] = kept
     return logits
+
+
+def _ban(logits: Row, tokens: Sequence[int]) -> None:
+    """Take `tokens` away, unless a grammar leaves nothing else."""
+    ids = list(tokens)
+    kept = logits[ids]
+    logits[ids] = _NEVER
+    if not np.isfinite(logits.max()):
+        logits[ids] = kept
 
 
 def unpack_mask(mask: TokenMask, vocab_size: int) -> npt.NDArray[np.bool_]:

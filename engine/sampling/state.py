@@ -31,13 +31,16 @@ class SamplingState:
         greedy: the most likely token is taken, without a draw.
         filtered: top_k, top_p or min_p may drop tokens from a draw.
         penalised: the logits depend on the tokens so far.
-        changes_logits: bias or penalties change the logits.
+        changes_logits: bias, penalties or a ban change the logits.
+        banned: ids that are not drawn before position `banned_until`, unless nothing else is left.
     """
 
     __slots__ = (
         "_counted",
         "_counts",
         "_in_prompt",
+        "banned",
+        "banned_until",
         "changes_logits",
         "filtered",
         "generated",
@@ -71,8 +74,20 @@ class SamplingState:
         self.filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self.min_tokens = params.min_tokens if stop_ids else 0
         self.wants_logprobs = params.logprobs is not None
+        self.banned: tuple[int, ...] = ()
+        self.banned_until = 0
         self._counts: npt.NDArray[np.int32] | None = None
         self._in_prompt: npt.NDArray[np.bool_] | None = None
+        self._counted = 0
+
+    def ban(self, tokens: Listing[int], until: int) -> None:
+        """Draw none of `tokens` before position `until`; in place of an earlier ban."""
+        self.banned, self.banned_until = tuple(tokens), until
+        self.changes_logits = bool(tokens or self.params.logit_bias) or self.penalised
+
+    def forget(self) -> None:
+        """Tokens were taken from the end of `generated`: count anew."""
+        self._counts = None
         self._counted = 0
 
     def counts(self, vocab_size: int, drafts: Listing[int] = ()) -> npt.NDArray[np.int32]:

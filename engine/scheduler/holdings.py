@@ -75,6 +75,10 @@ class Holdings:
             self.cache.reclaim(lacking)
         return self.blocks.allocate(count)
 
+    def shrink(self, sequence: Sequence, tokens: int) -> None:
+        """Free the blocks that a sequence holds beyond `tokens` tokens."""
+        self.blocks.free(sequence.drop_blocks(tokens))
+
     def give_back(self, sequence: Sequence) -> None:
         """Free everything that a sequence holds."""
         slot = sequence.slot

@@ -28,6 +28,8 @@ class StatePort:
     Attributes:
         places: of the snapshot pool.
         decoded: states and KV that decode steps left may be reused too, not only a prompt's.
+        cuts: outputs of retractable requests may be cut and go on differently, in the same blocks;
+            so what their decode steps leave is not kept.
         save: copies a state to its place; called between a step's forward and its retirement.
         drafted: (first, end) rows of a slot's sequence that the drafter's layer holds; None
             without speculation.
@@ -37,6 +39,7 @@ class StatePort:
     decoded: bool
     save: Callable[[SavedState], None]
     drafted: Callable[[int], tuple[int, int]] | None = None
+    cuts: bool = False
 
 
 class PrefixReuse:
@@ -151,7 +154,7 @@ class PrefixReuse:
 
     def _first_crossing(self, sequence: Sequence) -> int:
         """The first grid point behind all known tokens, where decode steps are of use."""
-        if not self._port.decoded:
+        if not self._port.decoded or (self._port.cuts and sequence.request.retractable):
             return NEVER
         consumed = len(sequence.prompt) + max(len(sequence.generated) - 1, 0)
         return (consumed // GRID + 1) * GRID

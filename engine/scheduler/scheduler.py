@@ -204,6 +204,26 @@ class Scheduler:
         )
         self.waiting.join(sequence, self._clock())
 
+    def roll_back(self, request_id: int, length: int, computed: int) -> None:
+        """Cut a decoding sequence's output to `length` tokens.
+
+        The caller has put its state back to where it was after `computed` tokens; the known ones
+        behind it run again as committed rows.
+        """
+        sequence = self._sequences[request_id]
+        if self._in_flight is not None or sequence.phase is not Phase.DECODE:
+            raise InvariantError(f"request {request_id} in {sequence.phase} cannot be rolled back")
+        sequence.cut(length, computed)
+        self.holdings.shrink(sequence, len(sequence.prompt) + length)
+
+    def stop(self, request_id: int, reason: FinishReason) -> TokenDelta:
+        """End a running sequence between steps, after what it has; returns its last delta."""
+        if self._in_flight is not None:
+            raise InvariantError(f"request {request_id} stopped while a step runs")
+        delta = self._end(self._sequences[request_id], reason)
+        self._compact()
+        return delta
+
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self._sequences)
@@ -211,6 +231,10 @@ class Scheduler:
     def can_step(self) -> bool:
         """Whether any request runs or may start."""
         return len(self._sequences) > len(self._held)
+
+    def sequence(self, request_id: int) -> Sequence:
+        """The sequence of a request that waits or runs."""
+        return self._sequences[request_id]
 
     def requests(self) -> tuple[int, ...]:
         """Ids of all requests that wait or run."""

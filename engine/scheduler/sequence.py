@@ -79,6 +79,8 @@ class Sequence:
         "queued_at",
         "request",
         "request_id",
+        "retracted",
+        "rollbacks",
         "rolling",
         "salt",
         "sampling",
@@ -127,6 +129,8 @@ class Sequence:
         self.rolling: Node | None = None
         self.published: list[Node] = []
         self.block_keys: list[Key] = []
+        self.rollbacks = 0
+        self.retracted = 0
         self.drafted_per_position: list[int] = []
         self.accepted_per_position: list[int] = []
 
@@ -173,6 +177,13 @@ class Sequence:
         self.block_table = (*self.block_table, *blocks)
         self.capacity = len(self.block_table) * GRID
 
+    def drop_blocks(self, tokens: int) -> tuple[int, ...]:
+        """Take the blocks that `tokens` tokens do not need off the table; returns them."""
+        needed = blocks_for(tokens)
+        surplus, self.block_table = self.block_table[needed:], self.block_table[:needed]
+        self.capacity = len(self.block_table) * GRID
+        return surplus
+
     def drop_holdings(self) -> None:
         """Forget slot, blocks and progress; what was generated stays."""
         self.slot = None
@@ -180,6 +191,22 @@ class Sequence:
         self.capacity = 0
         self.computed = 0
         self.drafts = ()
+
+    def cut(self, length: int, computed: int) -> None:
+        """Forget all generated tokens but `length`; the model stands after `computed` tokens."""
+        consumed = len(self.prompt) + length - 1
+        if not (0 < length < len(self.generated) and len(self.prompt) <= computed <= consumed):
+            raise InvariantError(
+                f"{len(self.generated)} tokens cannot be cut to {length} with {computed} computed"
+            )
+        self.rollbacks += 1
+        self.retracted += len(self.generated) - length
+        del self.generated[length:]
+        del self.block_keys[(len(self.prompt) + length) // GRID :]
+        self.sampling.forget()
+        self.drafts = ()
+        self.computed = computed
+        self.phase = Phase.DECODE if computed == consumed else Phase.REPLAY
 
     def count_burst(self, drafted: int, accepted: int) -> None:
         """Record that `drafted` drafts were verified and the first `accepted` of them kept."""
@@ -204,6 +231,8 @@ class Sequence:
             accepted=sum(self.accepted_per_position),
             drafted_per_position=tuple(self.drafted_per_position),
             accepted_per_position=tuple(self.accepted_per_position),
+            rollbacks=self.rollbacks,
+            retracted=self.retracted,
         )
 
 

@@ -102,6 +102,21 @@ def _prepare(service: Service, body: ChatBody, info: ModelInfo, began: float) ->
     check_prompt_length(len(prompt.token_ids), info, "messages")
     asked = body.max_completion_tokens
     seed = request_seed(body)
+
+    def make_reply() -> Reply:
+        return Reply(
+            service.text.tokenizer.detokenizer(
+                skip_special_tokens=body.skip_special_tokens is not False
+            ),
+            stops=stops,
+            min_tokens=body.min_tokens or 0,
+            reasoning=reasoning_mode(service.text, prompt, forced=grammar is not None),
+            parser=call_parser(service.text, plan, forced_output=output is not None),
+            one_call=not parallel and plan.choice is Choice.AUTO and bool(plan.tools),
+            # As OpenAI does: a function that the client named is no decision of the model.
+            calls_finish=plan.choice is not Choice.NAMED,
+        )
+
     runs = []
     for choice in range(n):
         params = sampling_params(
@@ -122,20 +137,9 @@ def _prepare(service: Service, body: ChatBody, info: ModelInfo, began: float) ->
             deadline=service.options.queue_timeout,
             grammar=grammar,
             cache_salt=body.cache_salt,
+            retractable=not body.stream,
         )
-        reply = Reply(
-            service.text.tokenizer.detokenizer(
-                skip_special_tokens=body.skip_special_tokens is not False
-            ),
-            stops=stops,
-            min_tokens=params.min_tokens,
-            reasoning=reasoning_mode(service.text, prompt, forced=grammar is not None),
-            parser=call_parser(service.text, plan, forced_output=output is not None),
-            one_call=not parallel and plan.choice is Choice.AUTO and bool(plan.tools),
-            # As OpenAI does: a function that the client named is no decision of the model.
-            calls_finish=plan.choice is not Choice.NAMED,
-        )
-        runs.append(ChoiceRun(choice, request, reply, began))
+        runs.append(ChoiceRun(choice, request, make_reply, began))
     return runs
 
 

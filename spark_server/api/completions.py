@@ -125,6 +125,13 @@ def _prepare(service: Service, body: CompletionBody, info: ModelInfo, began: flo
     grammar = output_grammar(body.response_format, grammar=info.grammar)
     seed = request_seed(body)
     options: ApiOptions = service.options
+
+    def make_reply() -> Reply:
+        detokenizer = service.text.tokenizer.detokenizer(
+            skip_special_tokens=body.skip_special_tokens is not False
+        )
+        return Reply(detokenizer, stops=stops, min_tokens=body.min_tokens or 0)
+
     runs: list[ChoiceRun] = []
     for ids in _encode(service, prompts, info):
         for choice in range(n):
@@ -146,12 +153,9 @@ def _prepare(service: Service, body: CompletionBody, info: ModelInfo, began: flo
                 deadline=options.queue_timeout,
                 grammar=grammar,
                 cache_salt=body.cache_salt,
+                retractable=not body.stream,
             )
-            detokenizer = service.text.tokenizer.detokenizer(
-                skip_special_tokens=body.skip_special_tokens is not False
-            )
-            reply = Reply(detokenizer, stops=stops, min_tokens=params.min_tokens)
-            runs.append(ChoiceRun(len(runs), request, reply, began))
+            runs.append(ChoiceRun(len(runs), request, make_reply, began))
     return _Work(
         runs=runs,
         echoes=_echoes(service, body, prompts, runs),

@@ -69,6 +69,8 @@ def metrics(run: ChoiceRun) -> dict[str, Any]:
         "accepted_tokens": stats.accepted if stats else 0,
         "drafted_per_position": list(stats.drafted_per_position) if stats else [],
         "accepted_per_position": list(stats.accepted_per_position) if stats else [],
+        "rollbacks": stats.rollbacks if stats else 0,
+        "retracted_tokens": stats.retracted if stats else 0,
     }
 
 
@@ -83,6 +85,9 @@ class Collected:
 
     def add(self, delta: ChoiceDelta) -> None:
         """Append one delta."""
+        if delta.restart:
+            for part in (self.pieces, self.token_ids, self.logprobs):
+                part.clear()
         self.pieces.extend(delta.pieces)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.errors import EngineUnavailableError, RequestError
 from engine.request import (
@@ -29,7 +29,8 @@ from spark_server.text.reply import Piece, Reply
 class ChoiceDelta:
     """What one delta of the engine gave one choice; `finish` is set on its last.
 
-    `token_ids` and `logprobs` are empty unless log-probabilities were asked for.
+    `token_ids` and `logprobs` are empty unless log-probabilities were asked for. `restart`: all
+    that the choice gave before does not count, this delta holds what is left of it.
     """
 
     index: int
@@ -37,23 +38,32 @@ class ChoiceDelta:
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()
     finish: str | None = None
+    restart: bool = False
 
 
 @dataclass(slots=True)
 class ChoiceRun:
     """One sequence: its request, its text machine, and the numbers that are told afterwards.
 
-    Times in seconds; `began` is a monotonic time, that of the HTTP request.
+    Times in seconds; `began` is a monotonic time, that of the HTTP request. `make_reply` makes the
+    machine, and another one when the engine takes tokens back.
     """
 
     index: int
     request: GenerationRequest
-    reply: Reply
+    make_reply: Callable[[], Reply]
     began: float
+    reply: Reply = field(init=False)
     first_token: float | None = None
     ended: float | None = None
     stats: RequestStats | None = None
+    retracted: int = 0
     _last: float = field(default=0.0, repr=False)
+    _ids: list[int] = field(default_factory=list, repr=False)
+    _logprobs: list[TokenLogprobs] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        self.reply = self.make_reply()
 
     @property
     def prompt_tokens(self) -> int:
@@ -80,6 +90,25 @@ class ChoiceRun:
             observer.on_tokens(key, tokens, now - self._last)
         self._last = now
 
+    def keep(self, delta: TokenDelta, consumed: int) -> None:
+        """Remember what may be taken back."""
+        if self.request.retractable:
+            self._ids.extend(delta.token_ids[:consumed])
+            self._logprobs.extend(delta.logprobs[:consumed])
+
+    def retract(self, count: int) -> ChoiceDelta:
+        """Take the last `count` tokens back; returns all that is left, as one delta."""
+        kept = len(self._ids) - count
+        if kept < 0:
+            raise EngineFailureError("the engine took back more than it gave", 500)
+        self.retracted += count
+        del self._ids[kept:]
+        del self._logprobs[kept:]
+        self.reply = self.make_reply()
+        pieces = self.reply.feed(self._ids).pieces
+        ids = list(self._ids) if self._logprobs else []
+        return ChoiceDelta(self.index, pieces, ids, list(self._logprobs), restart=True)
+
 
 def _take(run: ChoiceRun, delta: TokenDelta, observer: RequestObserver) -> tuple[ChoiceDelta, bool]:
     """Feed one delta to the choice's machine; the second result says whether the choice ends."""
@@ -96,13 +125,18 @@ def _take(run: ChoiceRun, delta: TokenDelta, observer: RequestObserver) -> tuple
         raise EngineFailureError(delta.error or "the engine failed", delta.error_status)
     if delta.finish_reason is FinishReason.ABORT:
         raise EngineFailureError(delta.error or "the server ended the request", 503)
-    fed = run.reply.feed(delta.token_ids, hidden_last=delta.stop_token_id is not None)
+    left = run.retract(delta.retract) if delta.retract else None
+    hidden_last = delta.stop_token_id is not None
+    fed = run.reply.feed(delta.token_ids, hidden_last=hidden_last)
     run.count(observer, fed.consumed)
+    run.keep(delta, fed.consumed)
     ends = fed.done or delta.finish_reason is not None
     pieces, finish = fed.pieces, None
     if ends:
+        reason = None if fed.done else delta.finish_reason
         tail, finish = run.reply.finish(
-            cut=delta.finish_reason is FinishReason.LENGTH and not fed.done
+            cut=reason is FinishReason.LENGTH,
+            broken_off=reason is FinishReason.STOP and not hidden_last,
         )
         pieces = pieces + tail
     wants = bool(delta.logprobs)
@@ -113,7 +147,18 @@ def _take(run: ChoiceRun, delta: TokenDelta, observer: RequestObserver) -> tuple
         logprobs=delta.logprobs[: fed.consumed],
         finish=finish,
     )
-    return result, ends
+    return result if left is None else _joined(left, result), ends
+
+
+def _joined(left: ChoiceDelta, new: ChoiceDelta) -> ChoiceDelta:
+    """What is left after tokens were taken back, and what came in the same delta."""
+    return replace(
+        left,
+        pieces=[*left.pieces, *new.pieces],
+        token_ids=[*left.token_ids, *new.token_ids],
+        logprobs=[*left.logprobs, *new.logprobs],
+        finish=new.finish,
+    )
 
 
 async def run_choice(
@@ -141,7 +186,7 @@ async def run_choice(
                     run.ended = time.monotonic() - run.began
                     yield result
                     return
-                if result.pieces or result.logprobs:
+                if result.pieces or result.logprobs or result.restart:
                     yield result
         raise EngineFailureError("the engine ended the request without a reason")
     except RequestError:
@@ -155,9 +200,8 @@ async def run_choice(
         raise
     finally:
         seconds = time.monotonic() - run.began
-        observer.on_finish(
-            key, outcome, run.prompt_tokens, run.completion_tokens, seconds, run.stats
-        )
+        tokens = run.completion_tokens + run.retracted
+        observer.on_finish(key, outcome, run.prompt_tokens, tokens, seconds, run.stats)
 
 
 Start = Callable[[ChoiceRun], AsyncGenerator[ChoiceDelta, None]]

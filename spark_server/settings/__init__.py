@@ -15,6 +15,7 @@ from spark_server.settings.fields import (
 from spark_server.settings.prefix_cache import PrefixCacheSettings
 from spark_server.settings.sources import LoadedSettings, Settings, load_settings, read_api_keys
 from spark_server.settings.speculation import SpeculationSettings
+from spark_server.settings.watchdogs import WatchdogSettings
 
 __all__ = [
     "AuthSettings",
@@ -28,6 +29,7 @@ __all__ = [
     "ServerSettings",
     "Settings",
     "SpeculationSettings",
+    "WatchdogSettings",
     "load_settings",
     "read_api_keys",
 ]

@@ -23,6 +23,7 @@ from spark_server.settings.knobs import (
 )
 from spark_server.settings.prefix_cache import PrefixCacheSettings
 from spark_server.settings.speculation import SpeculationSettings
+from spark_server.settings.watchdogs import WatchdogSettings
 
 
 class ModelSettings(SettingsGroup):
@@ -306,6 +307,7 @@ GROUPS: dict[str, type[SettingsGroup]] = {
     "limits": LimitsSettings,
     "speculation": SpeculationSettings,
     "prefix_cache": PrefixCacheSettings,
+    "watchdogs": WatchdogSettings,
     "auth": AuthSettings,
     "logging": LoggingSettings,
 }

@@ -32,6 +32,7 @@ from spark_server.settings.fields import (
 from spark_server.settings.parser import parse_flags
 from spark_server.settings.prefix_cache import PrefixCacheSettings
 from spark_server.settings.speculation import SpeculationSettings, check_together
+from spark_server.settings.watchdogs import WatchdogSettings, check_watchdogs
 
 _PREFIXES = ("ATLAS_", "METRALE_", "SPARK_")
 # Read beside the fields: the settings file itself.
@@ -50,6 +51,7 @@ class Settings(BaseSettings):
     limits: LimitsSettings = LimitsSettings()
     speculation: SpeculationSettings = SpeculationSettings()
     prefix_cache: PrefixCacheSettings = PrefixCacheSettings()
+    watchdogs: WatchdogSettings = WatchdogSettings()
     auth: AuthSettings = AuthSettings()
     logging: LoggingSettings = LoggingSettings()
 
@@ -134,6 +136,7 @@ def load_settings(
     settings = _validate(layers, origins)
     _refuse_unbuilt(settings, origins, warnings)
     warnings.extend(check_together(settings.speculation, origins))
+    warnings.extend(check_watchdogs(settings.watchdogs, origins))
     _check_keys(settings, origins)
     return LoadedSettings(settings, origins, tuple(warnings), _notes(settings))
 

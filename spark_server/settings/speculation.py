@@ -14,7 +14,7 @@ from engine.errors import ConfigError
 from engine.reserve.ssm_reserve import SsmRollbackMode
 from engine.speculation.dcut import DCUT_MAX_SEQS
 from engine.speculation.policy import ControllerMode, PolicySettings
-from spark_server.settings.knobs import AutoInt, Knob, Presence, SettingsGroup
+from spark_server.settings.knobs import Knob, Presence, SettingsGroup
 
 # A verify has a row more than drafts. Eight rows let a dozen sequences share the 96 rows of one
 # forward; deeper drafts of a one-layer drafter hardly ever survive.
@@ -136,25 +136,6 @@ class SpeculationSettings(SettingsGroup):
             built=False,
         ),
     ] = "f32"
-    ssm_decode_ring_slots: Annotated[
-        AutoInt,
-        Knob(
-            "Depth of the decode-rollback ring, 0 to 8",
-            ("--ssm-decode-ring-slots",),
-            ("SPARK_SSM_DECODE_RING_SLOTS",),
-            "N",
-            built=False,
-            auto="what free memory allows",
-        ),
-    ] = Field(default=None, ge=0, le=8)
-    ssm_decode_ring: Annotated[
-        str | None,
-        Knob("1 is ring depth 8, 0 is none", env=("ATLAS_SSM_DECODE_RING",), built=False),
-    ] = None
-    disable_watchdogs: Annotated[
-        str | None,
-        Knob("1 or true switches watchdogs off", env=("ATLAS_DISABLE_WATCHDOGS",), built=False),
-    ] = None
 
     @property
     def pinned_slots(self) -> bool:

@@ -103,11 +103,12 @@ class Reply:
                 return Fed(pieces, number + 1, True)
         return Fed(pieces, len(token_ids), False)
 
-    def finish(self, *, cut: bool) -> tuple[list[Piece], str]:
+    def finish(self, *, cut: bool, broken_off: bool = False) -> tuple[list[Piece], str]:
         """Flush everything, through all stages.
 
         Args:
             cut: the sequence ended by its length.
+            broken_off: the engine stopped it, so that a call which is open stays open.
 
         Returns:
             The last pieces and the finish reason: `stop`, `length` or `tool_calls`.
@@ -121,7 +122,7 @@ class Reply:
         if self._splitter is not None:
             pieces.extend(self._parts(self._splitter.finish()))
         if self._parser is not None and not (self._one_call and self._called):
-            pieces.extend(self._events(self._parser.finish(complete=complete)))
+            pieces.extend(self._events(self._parser.finish(complete=complete and not broken_off)))
         if not complete:
             return pieces, "length"
         return pieces, "tool_calls" if self._called and self._calls_finish else "stop"

@@ -180,8 +180,8 @@ def test_value_variables_keep_their_value() -> None:
     speculation = loaded.settings.speculation
     assert speculation.mtp_max_seqs == 40
     assert speculation.mtp_k_ladder == "4:3,8:2"
-    assert speculation.ssm_decode_ring == "junk"
-    assert speculation.disable_watchdogs == " TRUE "
+    assert loaded.settings.watchdogs.ssm_decode_ring == "junk"
+    assert loaded.settings.watchdogs.disable_watchdogs == " TRUE "
     assert refusal(env={"ATLAS_MTP_MAX_SEQS": "many"}).startswith("ATLAS_MTP_MAX_SEQS ")
 
 

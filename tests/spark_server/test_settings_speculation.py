@@ -226,12 +226,6 @@ def test_a_variable_without_speculation_warns(name: str, text: str) -> None:
     assert load(env={name: text}).warnings == (f"{name} has no effect without --speculative",)
 
 
-@pytest.mark.parametrize("name", ["ATLAS_SSM_DECODE_RING", "ATLAS_DISABLE_WATCHDOGS"])
-def test_a_variable_of_something_unbuilt_warns(name: str) -> None:
-    loaded = load("--speculative", env={name: "1"})
-    assert loaded.warnings == (f"{name} has no effect, what it switches is not built yet",)
-
-
 def test_the_file_names_everything_too(tmp_path: Path) -> None:
     path = tmp_path / "spark.toml"
     path.write_text(
