@@ -31,6 +31,7 @@ class RaggedBatch:
         block_tables: [S, B] KV blocks of each sequence, padded with the dummy block.
         longest: rows of the longest sequence.
         prefills: whether any sequence is chunked.
+        recurrent_rows: rows of the sequences that are not chunked; None where nobody counted them.
     """
 
     positions: Tensor
@@ -48,3 +49,4 @@ class RaggedBatch:
     block_tables: Tensor
     longest: int
     prefills: bool
+    recurrent_rows: int | None = None

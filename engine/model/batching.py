@@ -50,6 +50,11 @@ class StepArrays(NamedTuple):
         """Rows of the longest sequence."""
         return int((self.row_start[1:] - self.row_start[:-1]).max())
 
+    @property
+    def recurrent_rows(self) -> int:
+        """Rows of the sequences that are not chunked."""
+        return int((self.row_start[1:] - self.row_start[:-1])[self.chunked == 0].sum())
+
 
 def is_verify(segment: Segment) -> bool:
     """Whether the segment has unverified rows."""
@@ -118,12 +123,15 @@ def step_input(
 ) -> StepInput:
     """The arrays of step_arrays on the device, in one copy."""
     arrays = step_arrays(segments, layouts, pending, dummy_block, first_key, table_width)
-    return placed_input(send(device, *arrays), arrays.longest, bool(arrays.chunked.any()))
+    tensors, prefills = send(device, *arrays), bool(arrays.chunked.any())
+    return placed_input(tensors, arrays.longest, prefills, arrays.recurrent_rows)
 
 
-def placed_input(tensors: Sequence[Tensor], longest: int, prefills: bool) -> StepInput:
+def placed_input(
+    tensors: Sequence[Tensor], longest: int, prefills: bool, recurrent_rows: int | None = None
+) -> StepInput:
     """Tensors in the order of StepArrays, as a step."""
-    numbers: tuple[Any, ...] = (*tensors[2:], longest, prefills)
+    numbers: tuple[Any, ...] = (*tensors[2:], longest, prefills, recurrent_rows)
     return StepInput(tensors[0], tensors[1], RaggedBatch(*numbers))
 
 

@@ -21,6 +21,11 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * c - second * s, second * c + first * s, rest), dim=-1)
 
 
+def _wide(x: Tensor) -> Tensor:
+    """x in float32, or in float64 when it is that."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def attention_mixer(
     qkv: Tensor,
     params: AttentionParams,
@@ -31,11 +36,12 @@ def attention_mixer(
     """qkv [R, 2 nH hd + 2 nKV hd], columns [q | gate | k | v] -> [R, nH hd], gated.
 
     Writes k and v of every row into its sequence's pages; a row sees itself and all before it,
-    back to `first_key`. With `wanted` [n] int64 the result has these rows only.
+    back to `first_key`. With `wanted` [n] int64 the result has these rows only. Computed in
+    float32, or in float64 when qkv is that.
     """
     heads, kv_heads, width = params.heads, params.kv_heads, params.head_dim
     sizes = (heads * width, heads * width, kv_heads * width, kv_heads * width)
-    q, gate, k, v = qkv.float().split(sizes, dim=-1)
+    q, gate, k, v = _wide(qkv).split(sizes, dim=-1)
     cos, sin = params.cos[batch.positions], params.sin[batch.positions]
     q = apply_rope(rms_norm(q.unflatten(-1, (heads, width)), params.q_norm, params.eps), cos, sin)
     k = apply_rope(
@@ -58,8 +64,8 @@ def attention_mixer(
             continue
         end = start + row_start[s + 1] - row_start[s]
         table = batch.block_tables[s, : -(-end // page)]
-        keys = pages.k[table].float().permute(1, 0, 3, 2).flatten(1, 2)[:, oldest:end]
-        values = pages.v[table].float().transpose(0, 1).flatten(1, 2)[:, oldest:end]
+        keys = pages.k[table].to(q.dtype).permute(1, 0, 3, 2).flatten(1, 2)[:, oldest:end]
+        values = pages.v[table].to(q.dtype).transpose(0, 1).flatten(1, 2)[:, oldest:end]
         keys = keys.repeat_interleave(heads // kv_heads, 0)
         values = values.repeat_interleave(heads // kv_heads, 0)
         scores = q[rows].transpose(0, 1) @ keys.mT * width**-0.5  # [nH, rows, end]

@@ -65,6 +65,7 @@ def make_batch(rows: list[Rows], blocks_per_sequence: int = 5) -> RaggedBatch:
         block_tables=torch.tensor(tables),
         longest=max(r.count for r in rows),
         prefills=any(r.chunked for r in rows),
+        recurrent_rows=sum(r.count for r in rows if not r.chunked),
     )
 
 
