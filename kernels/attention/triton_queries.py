@@ -5,6 +5,7 @@ Knows rows and sequences, not pages.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +98,7 @@ class Shape:
     @property
     def scale(self) -> float:
         """Of the scores, for exp2 in place of exp: log2(e) / sqrt(hd)."""
-        return 1.4426950408889634 * float(self.width) ** -0.5
+        return math.log2(math.e) / math.sqrt(self.width)
 
 
 def shape_of(params: AttentionParams, page: int, dtype: torch.dtype, prefill: bool) -> Shape:

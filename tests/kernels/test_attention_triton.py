@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from kernels.attention import naive, triton_decode
-from kernels.attention.cases import cases
 from kernels.attention.triton import attention_mixer
 from kernels.attention.types import AttentionParams, KvPages
 from kernels.batch import RaggedBatch
-from kernels.cases import Case, CaseSize, relative_error
+from kernels.cases import relative_error
 from kernels.errors import UnsupportedKernelError
 from tests.kernels.poison import DEVICE, poisoned_empty
 from tests.kernels.scenes import PAGE, Rows, attention_params, kv_pages, make_batch
@@ -148,18 +147,6 @@ def test_verify(rows: list[Rows], dtype: torch.dtype, monkeypatch: pytest.Monkey
 def test_prefill(rows: list[Rows], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     poisoned_empty(monkeypatch)
     assert error(SMALL, rows, dtype) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("case", cases(CaseSize.SMOKE, DEVICE), ids=lambda c: f"{c.name} {c.dtype}")
-def test_the_cases_of_gpu_check(case: Case) -> None:
-    assert relative_error(case.run(), case.truth()) < case.tolerance
-    case.step()
-
-
-def test_card_cases_can_be_listed_without_making_them() -> None:
-    names = [case.name for case in cases(CaseSize.CARD, DEVICE)]
-    assert len(set(names)) == len(names)
-    assert any("27B decode 32" in name for name in names)
 
 
 def test_one_page_of_odd_size() -> None:
