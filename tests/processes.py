@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def run_python(code: str, cwd: Path, **env: str) -> str:
+def run_python(code: str, cwd: Path, *, seconds: float = 60, **env: str) -> str:
     """Run `code` with warnings as errors in a process of its own and return what it printed."""
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")}
     done = subprocess.run(
@@ -17,7 +17,7 @@ def run_python(code: str, cwd: Path, **env: str) -> str:
         env=clean | {"OMP_NUM_THREADS": "1"} | env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=seconds,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
