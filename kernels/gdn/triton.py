@@ -6,10 +6,12 @@ from shapes and the batch's plain numbers, and rows that are absent end their pr
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kernels.batch import RaggedBatch
 from kernels.errors import UnsupportedKernelError
+from kernels.gdn.triton_chunk import chunked_prefill
 from kernels.gdn.triton_finish import finish
 from kernels.gdn.triton_inputs import gdn_inputs
 from kernels.gdn.triton_step import recurrent_step
@@ -36,6 +38,9 @@ def gdn_mixer(proj: Tensor, params: GdnParams, state: GdnState, batch: RaggedBat
     assert state.h.stride()[1:] == inner
     assert state.conv.stride()[1:] == (params.conv.shape[0], 1)
     inputs = gdn_inputs(proj, params, state, batch)
+    if batch.prefills:
+        operand = torch.bfloat16 if proj.dtype == torch.bfloat16 else torch.float32
+        chunked_prefill(inputs, state, batch, operand=operand)
     recurrent_step(inputs, state, batch)
     return finish(proj, inputs, params, state, batch)
 

@@ -145,7 +145,7 @@ def recurrent_step(inputs: GdnInputs, state: GdnState, batch: RaggedBatch) -> No
         batch.chunked,
         inputs.rows,
         inputs.ring,
-        0,
+        int(batch.prefills),
         state.h.stride(0),
         state.snapshot_h.stride(0),
         HK=hk,
