@@ -36,14 +36,14 @@ def split_size(kv_heads: int) -> int:
 
 
 @triton.jit(
-    do_not_specialize=["table_width", "window", "window_rows"],
+    do_not_specialize=["table_width", "window", "window_rows", "mixed"],
     do_not_specialize_on_alignment=INDEX_POINTERS,
 )
 def _attend_splits(
     p_q: tl.tensor,
     p_k: tl.tensor,
     p_v: tl.tensor,
-    p_mixed: tl.tensor,
+    p_partials: tl.tensor,
     p_stats: tl.tensor,
     p_places: tl.tensor,
     p_positions: tl.tensor,
@@ -54,6 +54,7 @@ def _attend_splits(
     table_width: tl.tensor,
     window: tl.tensor,
     window_rows: tl.tensor,
+    mixed: tl.tensor,
     scale: tl.tensor,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -62,7 +63,6 @@ def _attend_splits(
     KEYS: tl.constexpr,
     LINES: tl.constexpr,
     DOT: tl.constexpr,
-    MIXED: tl.constexpr,
 ) -> None:
     split = tl.program_id(0)
     head = tl.program_id(1)
@@ -71,11 +71,11 @@ def _attend_splits(
     kv_heads = tl.num_programs(1)
     first = tl.load(p_start + segment)
     end = tl.load(p_start + segment + 1)
-    # `place` of a query row counts the rows of this kind only; they have room in the scratch.
-    shift = first * 0 - window
-    if MIXED:
-        shift += recurrent_before(p_start, p_chunked, segment) - first
-        end = tl.where(tl.load(p_chunked + segment) == 0, end, first)
+    # row + shift is the place of a query row in the scratch, which has no room for chunked ones.
+    # `mixed` says whether there are any; at run time, so that one kernel makes the same bits for a
+    # row beside prompts and without them.
+    shift = (recurrent_before(p_start, p_chunked, segment * mixed) - first) * mixed - window
+    end = tl.where(tl.load(p_chunked + segment) == 0, end, first)
     first = tl.maximum(first, -shift)
     end = tl.minimum(end, window_rows - shift)
     if first >= end:
@@ -114,22 +114,22 @@ def _attend_splits(
             DOT,
         )
         o_partial = (o_place + shift * (kv_heads * GROUP)) * splits + split
-        p_partial = p_mixed + o_partial[:, None] * WIDTH + o_width[None, :]
+        p_partial = p_partials + o_partial[:, None] * WIDTH + o_width[None, :]
         tl.store(p_partial, b_mixed, mask=m_line[:, None])
         tl.store(p_stats + o_partial * 2, b_peak, mask=m_line)
         tl.store(p_stats + o_partial * 2 + 1, b_sum, mask=m_line)
-        if MIXED:
+        if mixed != 0:
             o_query = o_place // (kv_heads * GROUP)
             tl.store(p_places + o_query + shift, o_query, mask=m_line)
 
 
 @triton.jit(
-    do_not_specialize=["splits", "window"],
+    do_not_specialize=["splits", "window", "mixed"],
     do_not_specialize_on_alignment=INDEX_POINTERS,
 )
 def _combine(
     p_qkv: tl.tensor,
-    p_mixed: tl.tensor,
+    p_partials: tl.tensor,
     p_stats: tl.tensor,
     p_out: tl.tensor,
     p_places: tl.tensor,
@@ -140,17 +140,17 @@ def _combine(
     qkv_stride: tl.tensor,
     splits: tl.tensor,
     window: tl.tensor,
+    mixed: tl.tensor,
     WIDTH: tl.constexpr,
     SPLIT: tl.constexpr,
     AT_ONCE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
-    MIXED: tl.constexpr,
 ) -> None:
     place = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     heads = tl.num_programs(1)
     query = place + window
-    if MIXED:
+    if mixed != 0:
         query = tl.load(p_places + place)
     if query < 0:
         return
@@ -168,7 +168,7 @@ def _combine(
         o_split = o_partials + o_split
         b_peak = tl.load(p_stats + o_split * 2, mask=m_split, other=-1.0e30)
         b_sum = tl.load(p_stats + o_split * 2 + 1, mask=m_split, other=0.0)
-        p_partial = p_mixed + o_split[:, None] * WIDTH + o_width[None, :]
+        p_partial = p_partials + o_split[:, None] * WIDTH + o_width[None, :]
         b_partial = tl.load(p_partial, mask=m_split[:, None], other=0.0)
         new = tl.maximum(peak, tl.max(b_peak, 0))
         b_weight = tl.exp2(b_peak - new)
@@ -226,6 +226,7 @@ def attend_recurrent(
             batch.block_tables.stride(0),
             window,
             at_once,
+            int(mixed),
             shape.scale,
             GROUP=shape.group,
             WIDTH=width,
@@ -234,7 +235,6 @@ def attend_recurrent(
             KEYS=shape.keys,
             LINES=shape.lines,
             DOT=shape.dot,
-            MIXED=mixed,
             num_warps=shape.warps,
             num_stages=shape.stages,
         )
@@ -251,10 +251,10 @@ def attend_recurrent(
             qkv.stride(0),
             splits,
             window,
+            int(mixed),
             WIDTH=width,
             SPLIT=split,
             AT_ONCE=8,
             HAS_ROWS=asked.rows is not None,
-            MIXED=mixed,
             num_warps=2,
         )
