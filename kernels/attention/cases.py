@@ -105,7 +105,7 @@ def _case(
         return attention_mixer(s.qkv, s.params, s.pages, s.batch)
 
     return Case(
-        name=f"{heads.name} {name}",
+        name=f"{name}, {heads.name}",
         dtype=dtype,
         run=run,
         truth=truth,
