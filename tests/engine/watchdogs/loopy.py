@@ -27,8 +27,8 @@ BOUNDARIES = bytes(token in (24, 27, 60, 70) for token in range(VOCAB))
 class LoopyModel(FakeModel):
     """After a token of the cycle the next one is all but certain."""
 
-    def __init__(self, slots: int, blocks: int) -> None:
-        super().__init__(slots, blocks, VOCAB)
+    def __init__(self, slots: int, blocks: int, *, one_form: bool = False) -> None:
+        super().__init__(slots, blocks, VOCAB, one_form=one_form)
         self._token = -1
 
     def _write_kv(self, table: tuple[int, ...], position: int, token: int) -> int:
@@ -67,22 +67,36 @@ class FakeRing:
 
 
 class Watched:
-    """A core with watchdogs on a loopy model; keeps what a reader of all deltas would have."""
+    """A core with watchdogs on a loopy model; keeps what a reader of all deltas would have.
+
+    With `cached` a prefix cache reuses prompts and what was decoded.
+    """
 
     def __init__(
-        self, *, slots: int = 4, blocks: int = 64, depth: int = 8, watch: bool = True, **extra: Any
+        self,
+        *,
+        slots: int = 4,
+        blocks: int = 64,
+        depth: int = 8,
+        watch: bool = True,
+        cached: bool = False,
+        **extra: Any,
     ) -> None:
-        self.model = LoopyModel(slots, blocks)
+        self.model = LoopyModel(slots, blocks, one_form=cached)
         self.ring = FakeRing(self.model, slots * depth)
         self.watchdogs = Watchdogs(self.ring, slots, lambda slots: None, BOUNDARIES)
         masks = extra.pop("masks", None)
         config = {"max_prefill_tokens": 128, "max_seq_len": 1000, **extra}
+        if cached:
+            config |= {"prefix_caching": True, "snapshot_slots": 6}
         self.core = EngineCore(
             EngineConfig("none", max_batch_size=slots, **config),
             self.model,
             kv_blocks=blocks,
             masks=masks,
             watchdogs=self.watchdogs if watch else None,
+            keeper=self.model if cached else None,
+            reuse_decoded=cached,
         )
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[TokenLogprobs]] = {}

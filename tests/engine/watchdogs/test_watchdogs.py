@@ -186,11 +186,11 @@ def test_a_ban_yields_to_a_grammar_that_leaves_nothing_else() -> None:
     assert engine.last[1].finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("depth", [1, 4, 8])
-def test_a_crowd_with_preemption_and_departures_loses_nothing(depth: int) -> None:
+@pytest.mark.parametrize(("depth", "cached"), [(1, True), (4, False), (8, True)])
+def test_a_crowd_with_preemption_and_departures_loses_nothing(depth: int, cached: bool) -> None:
     """The model's own checks fail when a state, a block or a slot is not the sequence's own."""
     rng = random.Random(depth)
-    engine = Watched(depth=depth, slots=4, blocks=10)
+    engine = Watched(depth=depth, slots=4, blocks=10, cached=cached)
     asked = 0
     while asked < 40 or engine.core.has_work():
         if asked < 40 and rng.random() < 0.05:
@@ -208,6 +208,24 @@ def test_a_crowd_with_preemption_and_departures_loses_nothing(depth: int) -> Non
     assert (stats.running, stats.slots_used, stats.kv_blocks_used) == (0, 0, 0)
     ends = {delta.finish_reason for delta in engine.last.values()}
     assert ends <= {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT}
+
+
+def test_an_answer_that_was_cut_leaves_nothing_wrong_in_the_prefix_cache() -> None:
+    """A stream's answer is reused, one that may be cut is not, and no token differs."""
+    engine = Watched(cached=True)
+    answer = engine.run(ask(1, PROMPT)).tokens[1]
+    for number, whole in ((2, True), (3, False), (4, True)):
+        prompt = [*PROMPT, *answer, 5, 6]
+        item = ask(number, prompt, 200, whole=whole)
+        expected = Watched(cached=True).run(item)
+        assert engine.run(item).tokens[number] == expected.tokens[number]
+    cached = [engine.last[n].stats for n in (2, 3, 4)]
+    assert cached[0] is not None
+    assert cached[0].cached_tokens == 64
+    twin = ask(5, [*PROMPT, *answer, 5, 6, *engine.tokens[3], 7], 50, whole=False)
+    assert engine.run(twin).tokens[5] == Watched(cached=True).run(twin).tokens[5]
+    assert engine.last[5].stats is not None
+    assert engine.last[5].stats.cached_tokens > len(prompt)
 
 
 def test_neighbours_are_not_touched() -> None:
