@@ -20,7 +20,7 @@ from engine.scheduler import Scheduler, StepKind, StepOutcome, StepPlan
 from engine.scheduler.sequence import Sequence
 from engine.speculation.controller import Costs
 from engine.speculation.dcut import dcut_drafts
-from engine.speculation.gate import Candidate, Choice, PlainReason, SpecGate
+from engine.speculation.gate import MANY_RUNNING, Candidate, Choice, PlainReason, SpecGate
 from engine.speculation.policy import PolicySettings
 from engine.speculation.row_budget import split_verify
 
@@ -100,10 +100,11 @@ class Speculator:
         decoding = self._scheduler.decoding()
         choice = self._choose(decoding)
         wanted = dict(zip((s.request_id for s in decoding), choice.drafts, strict=True))
-        # Prompts are drafted over as they come, unless what decodes now is better off without.
+        # Prompts are drafted over as they come where few run; elsewhere that costs more than it
+        # brings, and the drafter begins with what it remembers, the prompt's last rows.
         running = self._scheduler.holdings.slots.used
-        idle = not decoding and running <= self._policy.mtp_max_seqs
-        eager = choice.depth > 0 or (idle and self._rungs.get(running, 1) > 0)
+        idle = not decoding and self._rungs.get(running, 1) > 0
+        eager = choice.depth > 0 or idle
         first_rows = accumulate((len(s.token_ids) for s in plan.segments), initial=0)
         rows: list[DraftRows] = []
         owners: list[Sequence] = []
@@ -114,6 +115,8 @@ class Speculator:
             if slot is None:
                 continue  # it ended in this step
             engaged = eager and self._gate.covers(slot)
+            if segment.phase is not RowPhase.DECODE and running > MANY_RUNNING:
+                engaged = False
             if not engaged and segment.phase is RowPhase.DECODE and len(tokens) == 1:
                 plain.append((slot, segment.start, first_row, tokens[0]))
                 continue
@@ -241,11 +244,13 @@ class Speculator:
 
     def _choose(self, decoding: Listing[Sequence]) -> Choice:
         choice = self._gate.choose(
-            [Candidate(s.slot, _room(s)) for s in decoding if s.slot is not None]
+            [Candidate(s.slot, _room(s)) for s in decoding if s.slot is not None],
+            self._scheduler.prompt_rows_ahead(),
+            self._scheduler.holdings.slots.used,
         )
         if choice.notice is not None:
             logger.info(choice.notice)
-        if decoding:
+        if decoding and choice.reason is not PlainReason.PROMPTS:
             self._rungs[len(decoding)] = choice.depth
         self._choice = choice
         return choice

@@ -244,6 +244,13 @@ class Scheduler:
         """The sequences whose next step is a decode, by rising slot."""
         return [s for s in self.holdings.running() if s.phase is Phase.DECODE]
 
+    def prompt_rows_ahead(self) -> int:
+        """Prompt rows that the next step may carry, going by who runs and who waits first."""
+        rows = sum(s.uncomputed for s in self.holdings.running() if s.phase is not Phase.DECODE)
+        if self.holdings.slots.free and len(self.waiting):
+            rows += sum(s.rows_to_resume for s in self.waiting.window())
+        return min(rows, self._config.max_prefill_tokens)
+
     def check(self) -> None:
         """Check the accounts between steps.
 

@@ -21,7 +21,8 @@ class PlainReason(StrEnum):
 
     OFF: no drafts at all. IDLE: nothing decodes. TOO_WIDE: more sequences than mtp_max_seqs.
     UNCOVERED: every sequence sits in a slot that cannot be verified. CONTROLLER: plain decoding is
-    faster at this width. NO_ROOM: no sequence has room for one more token or row.
+    faster at this width. NO_ROOM: no sequence has room for one more token or row. PROMPTS: prompt
+    rows will fill the step, and where every row costs a draft costs more than it brings.
     """
 
     OFF = "off"
@@ -30,6 +31,13 @@ class PlainReason(StrEnum):
     UNCOVERED = "uncovered"
     CONTROLLER = "controller"
     NO_ROOM = "no_room"
+    PROMPTS = "prompts"
+
+
+# A step with so many prompt rows is bound by arithmetic: a draft saves no reading of weights there,
+# and with its drafting costs more rows than the tokens it brings. Where few run, most steps are of
+# another kind, and a token that a draft brings here is one less to make in those.
+MANY_PROMPT_ROWS, MANY_RUNNING = 64, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +127,23 @@ class SpecGate:
         self._pinned = depth
         return clamp_drafts_to_slot_capacity(depth, self._capacities[:width])
 
-    def choose(self, candidates: Sequence[Candidate]) -> Choice:
-        """Drafts of the next step, whose sequences are exactly `candidates`."""
+    def choose(
+        self, candidates: Sequence[Candidate], prompt_rows: int = 0, running: int = 0
+    ) -> Choice:
+        """Drafts of the next step.
+
+        Args:
+            candidates: exactly the sequences that it decodes.
+            prompt_rows: that it will carry beside them.
+            running: sequences that hold a slot, those with prompt rows too.
+        """
         width = len(candidates)
         covered = [c.slot for c in candidates if self.covers(c.slot)]
         engaged = self._settings.num_drafts > 0 and 0 < width <= self._settings.mtp_max_seqs
         notice = self._engage(engaged, width) if width and self._pinned is None else None
-        depth = self._depth(width, covered) if engaged and covered else 0
+        many = prompt_rows >= MANY_PROMPT_ROWS and running > MANY_RUNNING
+        crowded = many and self._controller is not None
+        depth = self._depth(width, covered) if engaged and covered and not crowded else 0
         drafts = tuple(min(depth, max(c.room, 0)) if self.covers(c.slot) else 0 for c in candidates)
         return Choice(
             drafts=drafts,
@@ -133,7 +151,7 @@ class SpecGate:
             engaged=engaged,
             covered=len(covered),
             uncovered=width - len(covered),
-            reason=None if any(drafts) else self._reason(width, len(covered), depth),
+            reason=None if any(drafts) else self._reason(width, len(covered), depth, crowded),
             notice=notice,
         )
 
@@ -166,8 +184,8 @@ class SpecGate:
             or not choice.covered
         ):
             return
-        # A step whose drafts were all cut for want of room is no step of its depth.
-        if choice.reason is not PlainReason.NO_ROOM:
+        # A step whose drafts were all cut for another reason is no step of its depth.
+        if choice.reason not in (PlainReason.NO_ROOM, PlainReason.PROMPTS):
             self._controller.observe(len(accepted), choice.depth, accepted, seconds)
 
     def _depth(self, width: int, covered: Sequence[int]) -> int:
@@ -191,7 +209,7 @@ class SpecGate:
         self.disengagements += 1
         return f"Speculation disengaged at {width} sequences, its limit is {cap}"
 
-    def _reason(self, width: int, covered: int, depth: int) -> PlainReason:
+    def _reason(self, width: int, covered: int, depth: int, crowded: bool) -> PlainReason:
         if self._settings.num_drafts == 0:
             return PlainReason.OFF
         if width == 0:
@@ -200,4 +218,6 @@ class SpecGate:
             return PlainReason.TOO_WIDE
         if covered == 0:
             return PlainReason.UNCOVERED
+        if crowded:
+            return PlainReason.PROMPTS
         return PlainReason.CONTROLLER if depth == 0 else PlainReason.NO_ROOM

@@ -96,6 +96,16 @@ def test_the_reason_of_the_controller() -> None:
     assert choice.engaged
 
 
+def test_beside_many_prompt_rows_a_full_engine_plain_decodes() -> None:
+    gate = SpecGate(PolicySettings(3), 64)
+    crowded = gate.choose(seated(6), prompt_rows=64, running=9)
+    assert (crowded.drafts, crowded.reason) == ((0,) * 6, PlainReason.PROMPTS)
+    assert gate.choose(seated(6), prompt_rows=63, running=9).depth == 3
+    assert gate.choose(seated(6), prompt_rows=512, running=8).depth == 3
+    alone = SpecGate(PolicySettings(3, controller=OFF), 64)
+    assert alone.choose(seated(6), prompt_rows=512, running=64).depth == 3
+
+
 def test_steps_without_room_say_nothing_of_their_depth() -> None:
     gate = SpecGate(PolicySettings(3), 8)
     for _ in range(100):
