@@ -5,22 +5,31 @@ Wrappers run on tensors without numbers; every launch ends after the compiler, a
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
+import kernels
 from benchmarks.gpu.options import Options
 from benchmarks.gpu.rows import Number, Row, Status, error_row, verdict
 from benchmarks.gpu.runner import Emit
 from benchmarks.gpu.stage_kernels import load_cases
-from kernels.cases import CaseSize
+from kernels.cases import Case, CaseSize
 
 # Largest shared memory of a block in KiB by compute capability (CUDA C++ Programming Guide,
 # technical specifications); of one without an entry, the smallest.
@@ -56,8 +65,7 @@ def run(operator: str, size: CaseSize, options: Options, emit: Emit) -> None:
     with without_a_card(options.capability) as variants:
         for case in cases:
             try:
-                with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
-                    case.run()
+                _launch(case)
             except Exception as error:
                 failed += 1
                 emit(error_row(operator, f"{case.name} {case.dtype}", error))
@@ -79,13 +87,21 @@ def run(operator: str, size: CaseSize, options: Options, emit: Emit) -> None:
     emit(Row(operator, name, verdict(good), text, numbers))
 
 
+@torch.inference_mode()
+def _launch(case: Case) -> None:
+    """Run a case without numbers, or with them where index tensors are computed from others."""
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            case.run()
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        case.run()
+
+
 @contextmanager
 def without_a_card(capability: int) -> Iterator[list[Variant]]:
     """Inside, launches compile for that compute capability and do nothing; gives what they made."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction, MockTensor
-
-    import kernels.triton_guard
 
     found: list[Variant] = []
     launch = JITFunction.run
@@ -111,13 +127,24 @@ def without_a_card(capability: int) -> Iterator[list[Variant]]:
 
     driver.set_active(_NoCard(capability))
     try:
-        with (
-            patch.object(JITFunction, "run", compile_only),
-            patch.object(kernels.triton_guard, "runs_on", lambda device: True),
-        ):
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(JITFunction, "run", compile_only))
+            for module in _guarded():
+                stack.enter_context(patch.object(module, "runs_on", lambda device: True))
             yield found
     finally:
         driver.set_active(None)
+
+
+def _guarded() -> list[ModuleType]:
+    """Every module of Triton kernels that asks whether they run on a device."""
+    from kernels.triton_guard import runs_on
+
+    for found in pkgutil.walk_packages(kernels.__path__, "kernels."):
+        if found.name.rpartition(".")[2].startswith("triton"):
+            importlib.import_module(found.name)
+    loaded = [module for name, module in sys.modules.items() if name.startswith("kernels.")]
+    return [module for module in loaded if getattr(module, "runs_on", None) is runs_on]
 
 
 class _NoCard:
