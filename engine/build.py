@@ -187,6 +187,7 @@ def warm_up(model: HybridModel, config: EngineConfig) -> None:
     token = Segment(dummy_slot, rows, (0,), RowPhase.DECODE, 1, (dummy, dummy), 1)
     model.forward([prompt])
     model.forward([token])
+    model.states.warm_up()
 
 
 def reuses_decoded(config: EngineConfig, model: HybridModel, ops: Ops) -> bool:

@@ -6,8 +6,6 @@ The interpreter takes Python that the compiler refuses (global names, types that
 from __future__ import annotations
 
 import importlib
-import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,7 +74,3 @@ def compile_all(operators: Sequence[str]) -> dict[str, str]:
         else:
             found[operator] = str(len(compiled))
     return found
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_all(sys.argv[1:])))
