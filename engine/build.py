@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -31,13 +32,16 @@ from engine.reserve.graphs import graph_buckets
 from engine.reserve.preflight import Preflight
 from engine.reserve.start import preflight_with_ring, reserve_policy
 from engine.reserve.terms import blocks_per_sequence
-from engine.runner import RowPhase, Segment
+from engine.warmup import warm_up
 from engine.watchdogs.boundaries import boundary_mask
 from engine.watchdogs.watchdogs import Watchdogs
 from engine.weights.layout import WeightSource
 from engine.weights.loader import Progress as WeightProgress
 from engine.weights.model_config import ModelConfig, load_config
-from kernels.ops import Ops, cpu_ops, naive_ops
+from kernels.compiles import CompileCounter
+from kernels.errors import UnsupportedKernelError
+from kernels.ops import Ops, chosen, cpu_ops, naive_ops, triton_ops
+from kernels.support import ModelSizes, check_triton
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +101,9 @@ def build_engine(
     folder = Path(config.model_dir)
     model_config = load_config(folder)
     ops = choose_ops(config)
+    check_supported(ops, model_config, config)
+    forms = ", ".join(f"{operator} {form}" for operator, form in chosen(ops).items())
+    logger.info("Operators: %s", forms)
     found, ring = preflight_with_ring(config, model_config, from_files=source is None)
     if config.watchdogs and ring.skipped is not None:
         logger.info("Watchdogs stop and do not roll back: %s", ring.skipped)
@@ -132,7 +139,7 @@ def build_engine(
     # Kernels that are compiled for a shape want one width of block tables.
     width = blocks_per_sequence(config) if ops.name == "triton" else 0
     model = HybridModel(model_config, network, pools, ops, dtype, threads, policy.rollback, width)
-    warm_up(model, config)
+    warm_up(model, config, policy.num_drafts)
     phase.done("warm-up", f"{threads} threads")
     if pools.buffers is not None:
         buckets = graph_buckets(config.max_batch_size, policy.num_drafts, pools.buffers.rows)
@@ -154,22 +161,31 @@ def build_engine(
         reuse_decoded=reuses_decoded(config, model, ops),
         watchdogs=_watchdogs(config, model, pools.decode_ring),
         costs=costs,
+        compiles=CompileCounter().count,
     )
     info = BuiltInfo(model_config.vocab_size, eos, ops.name, grammar=masks is not None)
     return BuiltEngine(core, info, found, model, () if masks is None else (masks.start,))
 
 
 def choose_ops(config: EngineConfig) -> Ops:
-    """The operators for the device; `auto` takes the fast form of a CPU and plain torch elsewhere.
+    """The operators; `auto` is cpu on a CPU in float32, triton on a card, else naive.
 
     Raises:
         ConfigError: the asked-for form does not run on this device or in this dtype.
     """
-    wanted = config.kernels
+    wanted, dtype = config.kernels, DTYPES[config.dtype]
     if wanted == "auto":
-        wanted = "cpu" if config.device == "cpu" and config.dtype == "float32" else "naive"
+        on_cpu = "cpu" if config.dtype == "float32" else "naive"
+        wanted = "triton" if config.device == "cuda" else on_cpu
     if wanted == "naive":
-        return naive_ops(DTYPES[config.dtype])
+        return naive_ops(dtype)
+    if wanted == "triton":
+        if find_spec("triton") is None:
+            raise ConfigError(
+                f"--kernels triton on {config.device}: the package triton is not installed; "
+                "install it or use --kernels naive"
+            )
+        return triton_ops(dtype, batch_invariant=config.batch_invariant)
     if config.device != "cpu" or config.dtype != "float32":
         raise ConfigError(
             f"--kernels cpu runs float32 on a CPU, not {config.dtype} on {config.device}; "
@@ -178,16 +194,27 @@ def choose_ops(config: EngineConfig) -> Ops:
     return cpu_ops()
 
 
-def warm_up(model: HybridModel, config: EngineConfig) -> None:
-    """Run every kernel once, narrow and wide, so that no request waits for a compilation."""
-    dummy_slot = config.max_batch_size
-    dummy = model.kv.dummy_block
-    rows = min(GRID, config.max_seq_len - 1)
-    prompt = Segment(dummy_slot, 0, (0,) * rows, RowPhase.PREFILL, rows, (dummy,), 1)
-    token = Segment(dummy_slot, rows, (0,), RowPhase.DECODE, 1, (dummy, dummy), 1)
-    model.forward([prompt])
-    model.forward([token])
-    model.states.warm_up()
+def check_supported(ops: Ops, model: ModelConfig, config: EngineConfig) -> None:
+    """Refuse, before a weight is read, a model that the chosen operators have no kernel for.
+
+    Raises:
+        ConfigError: names operator, dtype, size and device, and the way out.
+    """
+    if ops.name != "triton":
+        return
+    gdn, attention = bool(model.gdn_layers), bool(model.attention_layers or model.mtp_layers)
+    sizes = ModelSizes(
+        key_width=model.linear_key_head_dim if gdn else 0,
+        value_width=model.linear_value_head_dim if gdn else 0,
+        head_dim=model.head_dim if attention else 0,
+        hidden=model.hidden_size,
+        experts=model.num_experts,
+        vocabulary=model.vocab_size,
+    )
+    try:
+        check_triton(sizes, DTYPES[config.dtype], torch.device(config.device))
+    except UnsupportedKernelError as error:
+        raise ConfigError(f"{error}; or use --kernels naive") from error
 
 
 def reuses_decoded(config: EngineConfig, model: HybridModel, ops: Ops) -> bool:

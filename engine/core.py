@@ -68,6 +68,7 @@ class EngineCore:
         eos_ids: the model's own end ids.
         masks: constrains requests that carry a grammar; without it they are refused.
         watchdogs: steers output that repeats itself; without them nothing looks.
+        compiles: kernel variants that came into being since the start.
         clock: seconds, for queue times, deadlines and step times.
         keeper: the model again, where it can set states aside; no prefix is reused without.
         reuse_decoded: the prefix cache may also keep what decode steps computed.
@@ -83,6 +84,7 @@ class EngineCore:
         eos_ids: frozenset[int] = frozenset(),
         masks: TokenMasks | None = None,
         watchdogs: Watchdogs | None = None,
+        compiles: Callable[[], int] = int,
         clock: Callable[[], float] = time.monotonic,
         keeper: StateKeeper | None = None,
         reuse_decoded: bool = False,
@@ -115,6 +117,7 @@ class EngineCore:
         self._masked: set[int] = set()
         self._watchdogs = watchdogs
         self._clock = clock
+        self._compiles = compiles
         self._outbox: list[TokenDelta] = []
         self._hidden = torch.empty(0)
         self._draining = False
@@ -228,6 +231,7 @@ class EngineCore:
             generation_tokens=self.scheduler.generation_tokens,
             speculation=self._speculator.stats() if self._speculator is not None else None,
             held=self.scheduler.held,
+            jit_compiles=self._compiles(),
             prefix_cache=cache.stats() if cache is not None else None,
             watchdogs=self._watchdogs.stats() if self._watchdogs is not None else None,
         )

@@ -227,6 +227,7 @@ class EngineStats:
     """Gauges and counters of the engine at the end of a step; counters only ever rise.
 
     `held` of those that wait are there for their grammar, not for room.
+    `jit_compiles` are kernel variants that came into being since the start, which makes them all.
     `steps_by_kind` pairs a kind (`decode`, `prefill`, `mixed`, `verify`) with its count.
     `kv_blocks_used` are those that sequences hold; the prefix cache may hold others beside them.
     """
@@ -247,5 +248,6 @@ class EngineStats:
     generation_tokens: int = 0
     speculation: SpeculationStats | None = None
     held: int = 0
+    jit_compiles: int = 0
     prefix_cache: PrefixCacheStats | None = None
     watchdogs: WatchdogStats | None = None

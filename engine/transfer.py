@@ -37,12 +37,12 @@ def indices(device: torch.device, *places: list[int]) -> tuple[Index, ...]:
 
 def staged(arrays: Sequence[Int64], device: torch.device) -> Tensor:
     """The arrays one behind the other [n] int64 on the host, pinned for a CUDA device."""
-    total = sum(array.size for array in arrays)
+    total = sum(aligned(array.size) for array in arrays)
     flat = torch.empty(total, dtype=torch.int64, pin_memory=_pins(device))
     view, at = flat.numpy(), 0
     for array in arrays:
         view[at : at + array.size] = array.ravel()
-        at += array.size
+        at += aligned(array.size)
     return flat
 
 
@@ -52,8 +52,16 @@ def split(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]
     for shape in shapes:
         size = prod(shape)
         views.append(flat[at : at + size].view(shape))
-        at += size
+        at += aligned(size)
     return tuple(views)
+
+
+def aligned(count: int) -> int:
+    """Numbers that an array takes up, so that the next one begins at a multiple of 16 bytes.
+
+    Triton compiles a variant for pointers that are aligned and one for those that are not.
+    """
+    return count + count % 2
 
 
 def fetch(*tensors: Tensor) -> list[Tensor]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,13 +64,11 @@ def naive_ops(dtype: torch.dtype) -> Ops:
     from kernels.silu_mul.naive import silu_mul
     from kernels.top1.naive import top1
 
-    def pack_linear(weight: Tensor) -> Linear:
-        return pack(weight, dtype)
-
+    pack_linear = partial(pack, dtype=dtype)
     return Ops(
         name="naive",
         pack_linear=pack_linear,
-        pack_experts=lambda gate_up, down: pack_each(gate_up, down, pack_linear),
+        pack_experts=partial(pack_each, pack_linear=pack_linear),
         add_rms_norm=add_rms_norm,
         join_norms=join_norms,
         silu_mul=silu_mul,
@@ -100,13 +100,11 @@ def cpu_ops() -> Ops:
     pad = fp16_rows_vary()
     most = numba.config.NUMBA_NUM_THREADS
 
-    def pack_linear(weight: Tensor) -> Linear:
-        return pack(weight, pad)
-
+    pack_linear = partial(pack, pad=pad)
     return Ops(
         name="cpu",
         pack_linear=pack_linear,
-        pack_experts=lambda gate_up, down: pack_each(gate_up, down, pack_linear),
+        pack_experts=partial(pack_each, pack_linear=pack_linear),
         add_rms_norm=add_rms_norm,
         join_norms=join_norms,
         silu_mul=silu_mul,
@@ -119,3 +117,55 @@ def cpu_ops() -> Ops:
         limit_threads=lambda threads: numba.set_num_threads(min(threads, most)),
         one_form=True,
     )
+
+
+def triton_ops(dtype: torch.dtype, *, batch_invariant: bool) -> Ops:
+    """Our kernels on a CUDA device, or on any under Triton's interpreter.
+
+    Products go through torch (cuBLAS), which picks another order of summation for other numbers of
+    rows; with `batch_invariant` through tiles that are always the same.
+    """
+    from kernels.attention.triton import attention_mixer
+    from kernels.gdn.triton import gdn_mixer
+    from kernels.linear.naive import pack
+    from kernels.linear.triton import pack as pack_tiled
+    from kernels.moe.triton import moe_mlp, pack_experts
+    from kernels.moves.triton import move_rows
+    from kernels.rms_norm.triton import add_rms_norm, join_norms
+    from kernels.silu_mul.triton import silu_mul
+    from kernels.top1.triton import top1
+
+    return Ops(
+        name="triton",
+        pack_linear=partial(pack_tiled if batch_invariant else pack, dtype=dtype),
+        pack_experts=partial(pack_experts, dtype=dtype),
+        add_rms_norm=add_rms_norm,
+        join_norms=join_norms,
+        silu_mul=silu_mul,
+        gdn_mixer=gdn_mixer,
+        attention_mixer=attention_mixer,
+        moe_mlp=moe_mlp,
+        top1=top1,
+        move_rows=move_rows,
+        draft_chain=None,
+        limit_threads=lambda threads: None,
+    )
+
+
+def chosen(ops: Ops) -> dict[str, str]:
+    """Operator -> implementation: the module of kernels/<operator>/ that runs, `torch` for plain
+    products, `passes` where a chain of drafts is run one pass at a time.
+    """
+    found: dict[str, str] = {}
+    for field in fields(Ops):
+        operator: Any = getattr(ops, field.name)
+        if field.name in ("name", "limit_threads", "one_form", "pack_experts"):
+            continue
+        if operator is None:
+            found[field.name] = "passes"
+            continue
+        module = getattr(operator, "func", operator).__module__
+        found[field.name.removeprefix("pack_")] = module.rpartition(".")[2]
+    if found["linear"] == "naive":
+        found["linear"] = "torch"
+    return found

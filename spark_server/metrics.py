@@ -70,6 +70,7 @@ METRIC_NAMES = (
     "spark_step_rows",
     "spark_steps_total",
     "spark_preemptions_total",
+    "spark_jit_compiles_total",
     "spark_engine_prompt_tokens_total",
     "spark_engine_generation_tokens_total",
     "spark_engine_state",
@@ -143,6 +144,11 @@ class _EngineCollector(Collector):
             ("spark_engine_prompt_tokens", "Prompt tokens that the engine ran", "prompt"),
             ("spark_engine_generation_tokens", "Tokens that the engine emitted", "generation"),
             ("spark_preemptions", "Sequences that gave up their memory to others", "preemptions"),
+            (
+                "spark_jit_compiles",
+                "Kernels compiled after the start; 0 if it made all",
+                "compiles",
+            ),
         )
         for name, text, key in counters:
             yield CounterMetricFamily(name, text, value=counts.get(key, 0.0))
@@ -159,6 +165,7 @@ def _counts(stats: EngineStats) -> dict[str, float]:
         "prompt": stats.prompt_tokens,
         "generation": stats.generation_tokens,
         "preemptions": stats.preemptions,
+        "compiles": stats.jit_compiles,
         **{kind: kinds.get(kind, 0) for kind in _STEP_KINDS},
     }
 

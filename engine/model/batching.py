@@ -53,7 +53,8 @@ class StepArrays(NamedTuple):
     @property
     def recurrent_rows(self) -> int:
         """Rows of the sequences that are not chunked."""
-        return int((self.row_start[1:] - self.row_start[:-1])[self.chunked == 0].sum())
+        rows = int(self.row_start[-1])
+        return rows - int(self.chunked @ (self.row_start[1:] - self.row_start[:-1]))
 
 
 def is_verify(segment: Segment) -> bool:
@@ -123,14 +124,12 @@ def step_input(
 ) -> StepInput:
     """The arrays of step_arrays on the device, in one copy."""
     arrays = step_arrays(segments, layouts, pending, dummy_block, first_key, table_width)
-    tensors, prefills = send(device, *arrays), bool(arrays.chunked.any())
-    return placed_input(tensors, arrays.longest, prefills, arrays.recurrent_rows)
+    return placed_input(send(device, *arrays), arrays.longest, arrays.recurrent_rows)
 
 
-def placed_input(
-    tensors: Sequence[Tensor], longest: int, prefills: bool, recurrent_rows: int | None = None
-) -> StepInput:
-    """Tensors in the order of StepArrays, as a step."""
+def placed_input(tensors: Sequence[Tensor], longest: int, recurrent_rows: int) -> StepInput:
+    """Tensors in the order of StepArrays, as a step with the host's plain numbers."""
+    prefills = recurrent_rows < tensors[0].shape[0]
     numbers: tuple[Any, ...] = (*tensors[2:], longest, prefills, recurrent_rows)
     return StepInput(tensors[0], tensors[1], RaggedBatch(*numbers))
 

@@ -127,7 +127,7 @@ class StepGraphs:
     def _recorded(self, bucket: Bucket) -> Callable[[], None]:
         buffers, rows = self._buffers, bucket.rows
         views = split(buffers.indices, _shapes(rows, buffers.table_width))
-        step = placed_input(views, bucket.longest, prefills=False)
+        step = placed_input(views, bucket.longest, recurrent_rows=rows)
 
         def run() -> None:
             logits, hidden = self._run(step)

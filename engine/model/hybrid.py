@@ -141,7 +141,9 @@ class HybridModel:
             else:
                 result = None
             if result is None:
-                step = placed_input(send(self.device, *arrays), arrays.longest, prefills)
+                step = placed_input(
+                    send(self.device, *arrays), arrays.longest, arrays.recurrent_rows
+                )
                 with self._timed_threads("prefill" if prefills else "decode", len(step.token_ids)):
                     hidden = self._trunk(step)
                     logits = self.network.lm_head(hidden[step.logit_rows])

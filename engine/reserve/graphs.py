@@ -36,7 +36,11 @@ class Bucket:
 
 def uses_graphs(config: EngineConfig) -> bool:
     """Whether decode and verify steps are replayed; plain torch operators wait for the device."""
-    return config.device == "cuda" and not config.enforce_eager and config.kernels == "triton"
+    return (
+        config.device == "cuda"
+        and not config.enforce_eager
+        and config.kernels in ("auto", "triton")
+    )
 
 
 def graph_buckets(max_batch_size: int, drafts: int, most_rows: int) -> tuple[Bucket, ...]:
@@ -62,7 +66,9 @@ def _rungs(low: int, high: int) -> list[int]:
 
 def index_elements(rows: int, table_width: int) -> int:
     """Numbers in all index arrays of a bucket with `rows` rows."""
-    return ROW_ARRAYS * rows + (rows + 1) + ENTRY_ARRAYS * rows + rows * table_width
+    arrays = [rows] * (ROW_ARRAYS + ENTRY_ARRAYS) + [rows + 1, rows * table_width]
+    # Each begins at a multiple of 16 bytes; see engine.transfer.
+    return sum(count + count % 2 for count in arrays)
 
 
 def static_bytes(model: ModelConfig, config: EngineConfig, most_rows: int) -> int:

@@ -70,12 +70,12 @@ class ModelSettings(SettingsGroup):
         ),
     ] = "auto"
     kernels: Annotated[
-        Literal["auto", "naive", "cpu"],
+        Literal["auto", "naive", "cpu", "triton"],
         Knob(
             "Which implementation of the operators runs",
             ("--kernels",),
             ("SPARK_KERNELS",),
-            auto="the fastest that the device has",
+            auto="cpu on a CPU in float32, triton on a GPU, else naive",
         ),
     ] = "auto"
     batch_invariant: Annotated[

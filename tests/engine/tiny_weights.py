@@ -60,9 +60,12 @@ def text_config(family: str, **changes: Any) -> dict[str, Any]:
 class Tensors:
     """Random tensors of the published names, each drawn from the hash-free order of its making."""
 
-    def __init__(self, *, prefix: str = "model.", moe: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self, *, prefix: str = "model.", moe: bool = False, seed: int = 0, every: int = 4
+    ) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self._moe = moe
+        self._every = every
         self.prefix = prefix
         self.made: dict[str, Tensor] = {}
 
@@ -71,14 +74,14 @@ class Tensors:
         return self.made[name]
 
     def trunk(self, *, interleaved: bool = False, fused_experts: bool = True) -> dict[str, Tensor]:
-        """All tensors of the trunk; every fourth layer is full attention."""
+        """All tensors of the trunk; every `every`-th layer is full attention."""
         self.add(self.prefix + "embed_tokens.weight", VOCAB, HIDDEN)
         self.add(self.prefix + "norm.weight", HIDDEN)
         self.add("lm_head.weight", VOCAB, HIDDEN)
         for index in range(LAYERS):
             base = f"{self.prefix}layers.{index}."
             self._norms(base)
-            if (index + 1) % 4:
+            if (index + 1) % self._every:
                 self._gdn(base + "linear_attn.", interleaved)
             else:
                 self._attention(base + "self_attn.")

@@ -34,4 +34,5 @@ def test_rows_of_three_sequences() -> None:
     assert batch.first_key.tolist() == [0, 0, 0]
     assert batch.chunked.tolist() == [0, 1, 0]
     assert batch.block_tables.tolist() == [[4, 9, 99], [1, 99, 99], [6, 7, 8]]
+    assert (batch.longest, batch.prefills, batch.recurrent_rows) == (3, True, 4)
     assert step.logit_rows.tolist() == [0, 5, 6]
