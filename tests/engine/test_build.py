@@ -136,7 +136,7 @@ def test_a_broken_checkpoint_is_a_typed_error(folder: Path) -> None:
         ({}, "cpu"),
         ({"kernels": "naive"}, "naive"),
         ({"dtype": "bfloat16"}, "naive"),
-        ({"device": "cuda"}, "naive"),
+        ({"device": "cuda"}, "triton"),
     ],
 )
 def test_the_operators_follow_device_and_type(fields: dict[str, Any], name: str) -> None:
