@@ -32,6 +32,7 @@ class Command:
 COMMANDS = {
     "serve": Command("spark_server.server:serve", "serve a model over HTTP"),
     "plan": Command("spark_server.plan:main", "print what a model would take"),
+    "doctor": Command("spark_server.doctor.cli:main", "check machine, environment and a model"),
     "chat": Command("spark_server.chat:main", "talk to a running server from the terminal"),
     "bench": Command("benchmarks.load:main", "measure a running server under load"),
     "train-tiny": Command("benchmarks.tiny.train:main", "train the model that comes with Spark"),

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -32,6 +33,7 @@ from spark_server.metrics import Metrics
 from spark_server.model_source import ModelSource, locate_model
 from spark_server.resolve import check_early, engine_config
 from spark_server.settings import Settings, load_settings, read_api_keys
+from spark_server.text.template_source import require_template
 from spark_server.wire import Launch, Ready
 
 ENGINE_FACTORY = "engine.build:build_engine"
@@ -67,7 +69,7 @@ def openai_app(parts: AppParts) -> ASGIApp:
         max_output_tokens=limits.max_output_tokens,
         queue_timeout=limits.queue_timeout,
     )
-    text = load_text_model(parts.source.folder)
+    text = load_text_model(parts.source.folder, parts.settings.model.chat_template)
     return create_app(parts.client, text, options, parts.metrics, parts.metrics.render)
 
 
@@ -121,6 +123,7 @@ def _launch(settings: Settings, source: ModelSource, factory: str) -> tuple[Laun
     config, notes = engine_config(settings, source.folder)
     share, reserve = settings.memory.gpu_memory_utilization, settings.memory.host_reserve
     check_early(config, share, reserve)
+    require_template(Path(source.folder), settings.model.chat_template)
     name = settings.model.served_model_name or source.name
     return (
         Launch(

@@ -51,6 +51,18 @@ class ModelSettings(SettingsGroup):
         ),
         BeforeValidator(auto_none),
     ] = Field(default=None, min_length=1)
+    chat_template: Annotated[
+        str | None,
+        Knob(
+            "Jinja file to render chats with; none serves a model that has no template, without "
+            "chats",
+            ("--chat-template",),
+            ("SPARK_CHAT_TEMPLATE",),
+            "FILE",
+            auto="the model's own",
+        ),
+        BeforeValidator(auto_none),
+    ] = Field(default=None, min_length=1)
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         Knob(

@@ -5,7 +5,6 @@ Reads a local folder; knows nothing of weights or HTTP.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from engine.errors import ModelFormatError, RequestError
 from spark_server.text.shield import Shield
 from spark_server.text.template import ChatTemplate
+from spark_server.text.template_source import find_template, read_json
 from spark_server.text.tokenizer import Tokenizer
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -108,58 +108,39 @@ def build_text_model(
     )
 
 
-def load_text_model(folder: str | Path) -> TextModel:
+def load_text_model(folder: str | Path, chat_template: str | None = None) -> TextModel:
     """Read tokenizer, template and defaults from a model's folder.
 
+    Args:
+        folder: of the model.
+        chat_template: see template_source.find_template.
+
     Raises:
+        ConfigError: the template that was asked for cannot be read.
         ModelFormatError: `tokenizer.json` is missing or a file is not what it should be.
     """
     root = Path(folder)
     path = root / "tokenizer.json"
     if not path.is_file():
         raise ModelFormatError(f"{root} has no tokenizer.json, which the server needs")
-    config = _read_json(root / "tokenizer_config.json")
-    special = _read_json(root / "special_tokens_map.json") | config
+    config = read_json(root / "tokenizer_config.json")
+    special = read_json(root / "special_tokens_map.json") | config
     try:
         tokenizer = Tokenizer(path.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises bare Exception
         raise ModelFormatError(f"{path} cannot be read: {error}") from error
     return build_text_model(
         tokenizer,
-        _template_source(root, config),
+        find_template(root, chat_template),
         {name: text for name in _SPECIAL_NAMES if (text := _token_text(special.get(name)))},
-        _sampling_defaults(_read_json(root / "generation_config.json"), root),
+        _sampling_defaults(read_json(root / "generation_config.json"), root),
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelFormatError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFormatError(f"{path} is not a JSON object")
-    return value
 
 
 def _token_text(value: object) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
-
-
-def _template_source(root: Path, config: Mapping[str, Any]) -> str | None:
-    path = root / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    source = _read_json(root / "chat_template.json").get("chat_template")
-    source = source or config.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        named = {entry["name"]: entry["template"] for entry in source}
-        source = named.get("default")
-    return source if isinstance(source, str) else None
 
 
 def _sampling_defaults(config: Mapping[str, Any], root: Path) -> SamplingDefaults:

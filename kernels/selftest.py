@@ -1,0 +1,377 @@
+"""Small checks of chosen operators on the machine at hand: against naive.py, and row by row.
+
+For `spark doctor`; shapes are tiny, so that a wrong answer shows and a slow one does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.attention.types import AttentionParams, KvPages
+from kernels.batch import RaggedBatch
+from kernels.cases import relative_error
+from kernels.draft_chain.naive import draft_chain as naive_draft_chain
+from kernels.draft_chain.types import ChainStart, ChainWeights
+from kernels.gdn.types import GdnParams, GdnState
+from kernels.moe.naive import Expert, MoeParams
+from kernels.ops import Ops, naive_ops
+
+Params = TypeVar("Params")
+State = TypeVar("State")
+Item = TypeVar("Item")
+
+# Largest ||out - truth|| / ||truth|| over every result of an operator.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+WIDTH, INNER, VOCAB = 64, 48, 131
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
+PAGE, BLOCKS, SLOTS, RING = 64, 3, 9, 3
+# Rows at once, against the same rows among the most.
+COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 13, 14, 20)
+MOST_ROWS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorResult:
+    """One operator: its implementation, its error, and the largest that is allowed."""
+
+    operator: str
+    form: str
+    error: float
+    tolerance: float
+
+    @property
+    def right(self) -> bool:
+        """Whether it agrees with naive.py."""
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class RowsResult:
+    """Whether rows have the same bits alone and among others; `different` lists where not."""
+
+    what: str
+    different: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """One sequence's part of a step."""
+
+    slot: int
+    start: int
+    count: int
+    committed: int
+    pending: int = 0
+    chunked: bool = False
+
+
+_MOE_SHAPES = (
+    (4, WIDTH),
+    (4, 2 * INNER, WIDTH),
+    (4, WIDTH, INNER),
+    (2 * INNER, WIDTH),
+    (WIDTH, INNER),
+    (1, WIDTH),
+)
+# A prompt beside a short one; decodes; verifies that leave rows in the ring, two over pending rows.
+_STEPS = (
+    (_Rows(0, 0, 67, 67, chunked=True), _Rows(2, 0, 3, 3, chunked=True)),
+    tuple(_Rows(slot, 64 + slot, 1, 1) for slot in (0, 2, 5, 7)),
+    (_Rows(0, 80, 4, 1, pending=2), _Rows(4, 66, 2, 1), _Rows(7, 90, 1, 1, pending=1)),
+)
+
+
+class SelfTest:
+    """The checks of one set of operators.
+
+    Args:
+        ops: as the engine would choose them.
+        device: where they run.
+        dtype: of the activations.
+    """
+
+    def __init__(self, ops: Ops, device: torch.device, dtype: torch.dtype) -> None:
+        self._ops = ops
+        self._truth = naive_ops(dtype)
+        self._device = device
+        self._dtype = dtype
+        self._generator = torch.Generator().manual_seed(20)
+
+    def operators(self) -> Iterator[OperatorResult]:
+        """Every operator against naive.py."""
+        forms = chosen(self._ops, self._device)
+        for name, run in self._runs().items():
+            made, truth = (run(ops) for ops in (self._ops, self._truth))
+            error = relative_error(made, truth)
+            yield OperatorResult(name, forms[name], error, TOLERANCE[self._dtype])
+        if self._ops.draft_chain is not None:
+            weights, start = self._chain()
+            truth = naive_draft_chain(_copy(weights), start)
+            error = relative_error(self._ops.draft_chain(weights, start), truth)
+            # Sums are re-associated there, over products in bfloat16.
+            yield OperatorResult("draft_chain", forms["draft_chain"], error, 1e-3)
+
+    def rows(self) -> Iterator[RowsResult]:
+        """Rows alone and among others: products of both kinds of weights, and both mixers."""
+        for name, weight in (
+            ("linear bfloat16", self._random(VOCAB, WIDTH).bfloat16()),
+            ("linear float32", self._random(VOCAB, WIDTH)),
+        ):
+            yield self._linear_rows(name, self._ops.pack_linear(weight.to(self._device)))
+        yield self._mixer_rows("gdn", self._gdn_alone)
+        yield self._mixer_rows("attention", self._attention_alone)
+
+    def _runs(self) -> dict[str, Callable[[Ops], Sequence[Tensor]]]:
+        x, y = self._activations(7, WIDTH), self._activations(7, WIDTH)
+        scale, other = (1 + 0.1 * self._random(WIDTH) for _ in range(2))
+        wide = self._activations(5, 2 * INNER)
+        weight = self._random(VOCAB, WIDTH).bfloat16()
+        logits = self._random(6, VOCAB).float() * 3
+        params, state, proj = self._gdn()
+        attention, pages, qkv = self._attention()
+        steps = [self._batch(rows) for rows in _STEPS]
+        moe = [self._random(*shape) for shape in _MOE_SHAPES]
+
+        def norms(ops: Ops) -> list[Tensor]:
+            residual = x.clone()
+            out = ops.add_rms_norm(residual, y, scale, 1e-6)
+            return [out, residual, ops.join_norms(x, scale, y, other, 1e-6)]
+
+        def top(ops: Ops) -> list[Tensor]:
+            ids, logprobs = ops.top1(logits)
+            return [ids, logprobs]
+
+        def gdn(ops: Ops) -> list[Tensor]:
+            own = _copy(state)
+            out = [ops.gdn_mixer(proj[: len(b.positions)], params, own, b) for b in steps]
+            return [*out, own.h, own.conv]
+
+        def attend(ops: Ops) -> list[Tensor]:
+            own = _copy(pages)
+            some = torch.tensor([2, 0], device=self._device)
+            out = [
+                ops.attention_mixer(qkv[: len(b.positions)], attention, own, b, wanted)
+                for b, wanted in ((steps[0], None), (steps[1], None), (steps[2], some))
+            ]
+            return [*out, own.k, own.v]
+
+        def moves(ops: Ops) -> list[Tensor]:
+            own = state.h[None].clone()
+            index = [torch.tensor(n, device=self._device) for n in ([0, 4], [5, 1])]
+            ops.move_rows([own], [own], *index)
+            return [own]
+
+        return {
+            "linear": lambda ops: [ops.pack_linear(weight)(x)],
+            "rms_norm": norms,
+            "silu_mul": lambda ops: [ops.silu_mul(wide)],
+            "gdn": gdn,
+            "attention": attend,
+            "moe": lambda ops: [ops.moe_mlp(x, _moe(ops, moe), ops.silu_mul)],
+            "top1": top,
+            "moves": moves,
+        }
+
+    def _linear_rows(self, name: str, linear: Callable[[Tensor], Tensor]) -> RowsResult:
+        x = self._activations(MOST_ROWS, WIDTH)
+        whole = linear(x)
+        wrong = tuple(f"{n} rows" for n in COUNTS if not torch.equal(linear(x[:n]), whole[:n]))
+        return RowsResult(f"{name} ({getattr(linear, 'form', '?')})", wrong)
+
+    def _mixer_rows(self, name: str, run: Callable[[list[_Rows]], list[Tensor]]) -> RowsResult:
+        """Decode rows of many sequences against each alone, and a verify against plain steps."""
+        together = [_Rows(slot, 65 + slot, 1, 1) for slot in range(SLOTS - 1)]
+        wrong = []
+        for count in range(1, SLOTS):
+            out = run(together[:count])
+            for slot, row in enumerate(together[:count]):
+                if not torch.equal(run([row])[0][0], out[0][slot]):
+                    wrong.append(f"{count} sequences")
+                    break
+        verify = run([_Rows(1, 70, 3, 3)])
+        plain = [run([_Rows(1, 70, n, n)])[0][n - 1] for n in (1, 2, 3)]
+        if not torch.equal(verify[0], torch.stack(plain)):
+            wrong.append("3 rows of one sequence")
+        return RowsResult(name, tuple(wrong))
+
+    def _gdn_alone(self, rows: list[_Rows]) -> list[Tensor]:
+        params, state, proj = self._seeded(self._gdn)
+        picked = torch.cat([proj[8 * r.slot : 8 * r.slot + r.count] for r in rows])
+        return [self._ops.gdn_mixer(picked, params, state, self._batch(rows))]
+
+    def _attention_alone(self, rows: list[_Rows]) -> list[Tensor]:
+        params, pages, qkv = self._seeded(self._attention)
+        picked = torch.cat([qkv[8 * r.slot : 8 * r.slot + r.count] for r in rows])
+        return [self._ops.attention_mixer(picked, params, pages, self._batch(rows), None)]
+
+    def _seeded(
+        self, make: Callable[[], tuple[Params, State, Tensor]]
+    ) -> tuple[Params, State, Tensor]:
+        """The same numbers at every call."""
+        self._generator.manual_seed(21)
+        return make()
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator).to(self._device)
+
+    def _activations(self, *shape: int) -> Tensor:
+        return self._random(*shape).to(self._dtype)
+
+    def _gdn(self) -> tuple[GdnParams, GdnState, Tensor]:
+        params = GdnParams(
+            conv=self._random(4, 2 * 2 * 16 + 4 * 16) * 0.5,
+            decay=-(0.1 + self._random(4).abs()),
+            dt_bias=self._random(4) * 0.5,
+            norm=1 + self._random(16) * 0.1,
+            key_heads=2,
+            value_heads=4,
+            key_width=16,
+            value_width=16,
+            eps=1e-6,
+        )
+        gates = torch.stack((-self._random(SLOTS, RING, 4).abs(), self._random(SLOTS, RING, 4)), 2)
+        state = GdnState(
+            h=self._random(SLOTS, 4, 16, 16) * 0.3,
+            conv=self._random(SLOTS, params.conv_dim, 4),
+            ring_inputs=self._random(SLOTS, RING, params.conv_dim),
+            ring_gates=torch.cat((gates[:, :, :1], gates[:, :, 1:].sigmoid()), 2).contiguous(),
+            snapshot_h=self._random(1, 4, 16, 16),
+            snapshot_conv=self._random(1, RING + 1, params.conv_dim, 4),
+        )
+        return params, state, self._activations(80, params.conv_dim + params.value_dim + 8)
+
+    def _attention(self) -> tuple[AttentionParams, KvPages, Tensor]:
+        half = HEAD_DIM // 8
+        turns = 10000.0 ** (-torch.arange(half) / half)
+        angle = (torch.arange(PAGE * BLOCKS)[:, None] * turns).to(self._device)
+        params = AttentionParams(
+            q_norm=1 + self._random(HEAD_DIM) * 0.1,
+            k_norm=1 + self._random(HEAD_DIM) * 0.1,
+            cos=angle.cos(),
+            sin=angle.sin(),
+            heads=HEADS,
+            kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            eps=1e-6,
+        )
+        blocks = SLOTS * BLOCKS + 1
+        pages = KvPages(
+            k=self._activations(blocks, KV_HEADS, HEAD_DIM, PAGE),
+            v=self._activations(blocks, KV_HEADS, PAGE, HEAD_DIM),
+        )
+        return params, pages, self._activations(80, 2 * (HEADS + KV_HEADS) * HEAD_DIM)
+
+    def _chain(self) -> tuple[ChainWeights, ChainStart]:
+        attention, pages, _ = self._attention()
+
+        def matrix(rows: int, columns: int) -> Tensor:
+            return self._random(rows, columns).div(columns**0.5).bfloat16()
+
+        def scale() -> Tensor:
+            return 1 + 0.1 * self._random(WIDTH)
+
+        weights = ChainWeights(
+            embed=matrix(VOCAB, WIDTH),
+            fc=matrix(WIDTH, 2 * WIDTH),
+            qkv=matrix(2 * (HEADS + KV_HEADS) * HEAD_DIM, WIDTH),
+            o=matrix(WIDTH, HEADS * HEAD_DIM),
+            gate_up=matrix(2 * INNER, WIDTH),
+            down=matrix(WIDTH, INNER),
+            head=matrix(VOCAB, WIDTH) * 4,
+            norm_embedding=scale(),
+            norm_hidden=scale(),
+            input_norm=scale(),
+            post_norm=scale(),
+            norm=scale(),
+            attention=attention,
+            pages=pages,
+        )
+        start = ChainStart(
+            tokens=np.array([3, 9], np.int64),
+            hidden=self._random(2, WIDTH),
+            positions=np.array([62, 70], np.int64),
+            row_start=np.array([0, 1, 2], np.int64),
+            block_tables=np.arange(2 * BLOCKS).reshape(2, BLOCKS),
+            first_key=np.zeros(2, np.int64),
+            depths=np.array([3, 3], np.int64),
+        )
+        return weights, start
+
+    def _batch(self, rows: Sequence[_Rows]) -> RaggedBatch:
+        """Sequences own blocks by slot; rows that are not committed go into the ring."""
+
+        def index(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+        ends = np.cumsum([0, *(r.count for r in rows)]).tolist()
+        tables = [list(range(r.slot * BLOCKS, (r.slot + 1) * BLOCKS)) for r in rows]
+        return RaggedBatch(
+            positions=index([p for r in rows for p in range(r.start, r.start + r.count)]),
+            row_segment=index([s for s, r in enumerate(rows) for _ in range(r.count)]),
+            row_start=index(ends),
+            starts=index([r.start for r in rows]),
+            slots=index([r.slot for r in rows]),
+            committed=index([r.committed for r in rows]),
+            pending=index([r.pending for r in rows]),
+            ring_first=index([r.committed for r in rows]),
+            ring_rows=index([r.count - r.committed for r in rows]),
+            snapshots=index([-1] * len(rows)),
+            first_key=index([0] * len(rows)),
+            chunked=index([int(r.chunked) for r in rows]),
+            block_tables=torch.tensor(tables, device=self._device),
+            longest=max(r.count for r in rows),
+            prefills=any(r.chunked for r in rows),
+        )
+
+
+def chosen(ops: Ops, device: torch.device) -> dict[str, str]:
+    """Which implementation each operator has, `cpu`, `naive` or `triton`; `none` where it has none.
+
+    Read from the modules that the functions live in.
+    """
+    linear = ops.pack_linear(torch.ones(16, 16, device=device))
+    made = {
+        "linear": type(linear),
+        "rms_norm": ops.add_rms_norm,
+        "silu_mul": ops.silu_mul,
+        "gdn": ops.gdn_mixer,
+        "attention": ops.attention_mixer,
+        "moe": ops.moe_mlp,
+        "top1": ops.top1,
+        "moves": ops.move_rows,
+        "draft_chain": ops.draft_chain,
+    }
+    return {
+        name: "none" if form is None else form.__module__.rsplit(".", 1)[-1].split("_")[0]
+        for name, form in made.items()
+    }
+
+
+def _copy(item: Item) -> Item:
+    """A dataclass of tensors with copies of them, and of those inside."""
+    made: dict[str, Any] = {}
+    for field in fields(item):  # type: ignore[arg-type]
+        value = getattr(item, field.name)
+        if isinstance(value, Tensor):
+            made[field.name] = value.clone()
+        else:
+            made[field.name] = _copy(value) if isinstance(value, KvPages) else value
+    return type(item)(**made)
+
+
+def _moe(ops: Ops, weights: Sequence[Tensor]) -> MoeParams:
+    router, gate_up, down, shared_gate_up, shared_down, gate = weights
+    return MoeParams(
+        router=ops.pack_linear(router),
+        experts=ops.pack_experts(gate_up, down),
+        shared=Expert(ops.pack_linear(shared_gate_up), ops.pack_linear(shared_down)),
+        shared_gate=ops.pack_linear(gate),
+        top_k=2,
+        renormalise=True,
+    )
