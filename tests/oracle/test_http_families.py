@@ -79,7 +79,7 @@ def test_greedy_tokens_of_a_batch(tmp_path: Path, family: str, ratio: int, seed:
     want = [greedy(oracle, ids) for ids in work]
     assert sum(map(len, want)) > 0.7 * COUNT * len(work), "too few tokens to compare"
     words = ("--max-batch-size", "8", "--max-prefill-tokens", "64", "--served-model-name", family)
-    with serving(str(tmp_path), *words) as server:
+    with serving(str(tmp_path), *words, "--chat-template", "none") as server:
         body = {
             "model": family,
             "prompt": work,

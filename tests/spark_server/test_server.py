@@ -74,7 +74,8 @@ def model(tmp_path: Path) -> str:
     config = json.loads((packaged / "config.json").read_text())
     config["max_position_embeddings"] = 8192
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").symlink_to(packaged / "model.safetensors")
+    for name in ("model.safetensors", "chat_template.jinja"):
+        (folder / name).symlink_to(packaged / name)
     return str(folder)
 
 
