@@ -151,7 +151,10 @@ def overlap(entries: dict[str, Any]) -> None:
             "has a corrupt safetensors header",
         ),
         (lambda f: header(f, overlap), "has a corrupt safetensors header .* overlaps"),
-        (lambda f: f.write_bytes(f.read_bytes() + b"more"), r"has \d+ bytes and its header promises"),
+        (
+            lambda f: f.write_bytes(f.read_bytes() + b"more"),
+            r"has \d+ bytes and its header promises",
+        ),
     ],
     ids=["cut", "huge", "no JSON", "overlap", "longer"],
 )

@@ -24,7 +24,7 @@ from engine.build import BuiltEngine, build_engine
 from engine.config import EngineConfig
 from engine.reserve.parameters import tensors_of_config
 from engine.reserve.ssm_reserve import SsmRollbackMode
-from engine.speculation.policy import PolicySettings
+from engine.speculation.policy import ControllerMode, PolicySettings
 from engine.weights.model_config import parse_config
 from kernels.linear.cpu import Float32Linear, Fp16Linear
 
@@ -104,9 +104,14 @@ def case(seed: int, folder: Path) -> EngineConfig:
         drafts = rng.randint(1, 4)
         full = rng.random() < 0.3
         policy = PolicySettings(
-            num_drafts=drafts, rollback=mode, pool_full_width=full, recurrent=True
+            num_drafts=drafts,
+            rollback=mode,
+            pool_full_width=full,
+            controller=ControllerMode.OFF,  # it would time steps at the start
+            recurrent=True,
         )
     length, snapshots = rng.randint(70, 2000), rng.choice([0, 3, 16])
+    ring = 0 if mode is not None else rng.choice([1, 8])
     return EngineConfig(
         str(folder),
         dtype="bfloat16" if seed % 5 == 4 else "float32",
@@ -119,6 +124,8 @@ def case(seed: int, folder: Path) -> EngineConfig:
         speculation=policy,
         prefix_caching=snapshots > 0,
         snapshot_slots=snapshots,
+        watchdogs=ring > 0,
+        decode_ring_slots=ring,
     )
 
 

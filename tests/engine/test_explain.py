@@ -20,7 +20,7 @@ GEOMETRIES = Path(str(files("configs") / "geometries"))
 TINY = Path(str(files("spark_server") / "assets" / "spark-tiny"))
 LARGE = DeviceMemory(MemoryKind.DEVICE, 2**42, 2**42)
 CPU = EngineConfig("model", max_batch_size=40, max_seq_len=1000)
-NAIVE = replace(CPU, kernels="naive", kv_tokens=7000)
+NAIVE = replace(CPU, kernels="naive", kv_tokens=7000, decode_ring_slots=4)
 CUDA = replace(CPU, snapshot_slots=5, device="cuda", dtype="bfloat16", max_prefill_tokens=1024)
 GRAPHS = replace(CUDA, kernels="triton")
 POLICIES = [SpeculationPolicy()] + [
