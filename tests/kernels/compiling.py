@@ -6,7 +6,7 @@ The interpreter takes Python that the compiler refuses (global names, types that
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,19 +49,24 @@ def one_of_each_kind(cases: list[Case]) -> list[Case]:
     return list(found.values())
 
 
-def compile_all(operators: Sequence[str]) -> dict[str, str]:
-    """Compile what the operators' cases launch; returns for each how many kernels, or the error."""
-    compiled = set()
+def stop_behind_the_compiler(keep: Callable[[Any], None]) -> None:
+    """From now on, in this process, a launch compiles and hands the kernel to `keep`."""
     launch = JITFunction.run
 
     def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
-        compiled.add(kernel.hash)
+        keep(kernel)
         return kernel
 
     JITFunction.run = only_compile
     driver.set_active(NoCard())
     triton_guard.runs_on = lambda device: True
+
+
+def compile_all(operators: Sequence[str]) -> dict[str, str]:
+    """Compile what the operators' cases launch; returns for each how many kernels, or the error."""
+    compiled = set()
+    stop_behind_the_compiler(lambda kernel: compiled.add(kernel.hash))
     found = {}
     for operator in operators:
         compiled.clear()

@@ -1,0 +1,58 @@
+"""What the compiler makes of the decode kernel at the head size of real models, without a card."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import run_python
+
+ROOT = Path(__file__).resolve().parents[2]
+# Shared memory of one SM of compute capability 9.0 that programs may use.
+SM_BYTES = 227 * 1024
+
+CODE = f"""
+import json, sys
+import torch
+sys.path.insert(0, {str(ROOT)!r})
+from tests.kernels.compiling import stop_behind_the_compiler
+found = {{}}
+stop_behind_the_compiler(lambda k: found.update({{k.name: (k.metadata.shared, k.asm["ptx"])}}))
+from kernels.attention.cases import cases
+from kernels.cases import CaseSize
+for case in cases(CaseSize.CARD, torch.device("cpu")):
+    if case.name == "decode 1 x 1024 keys, 27B":
+        case.step()
+print(json.dumps(found["_attend_splits"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def decode(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str]:
+    """Bytes of shared memory of one program, and its PTX."""
+    folder = tmp_path_factory.mktemp("triton")
+    env = {"TRITON_CACHE_DIR": str(folder), "TRITON_DEFAULT_FP_FUSION": "1"}
+    found: Any = json.loads(run_python(CODE, folder, seconds=120, **env).split("\n")[-2])
+    return int(found[0]), str(found[1])
+
+
+def test_pages_are_copied_16_bytes_at_a_time(decode: tuple[int, str]) -> None:
+    """A mask along the tokens, or a place that looks unaligned, turns K into 2-byte loads."""
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global .*, 0x(\w+), ", decode[1])
+    assert copies
+    assert set(copies) == {"10"}
+    assert not re.search(r"ld\.global\S*\.b16", decode[1])
+
+
+def test_a_tile_is_on_its_way_while_another_is_worked_on(decode: tuple[int, str]) -> None:
+    """A wait for all copies in the loop means one buffer: a load in it depends on another load."""
+    waits = [int(n) for n in re.findall(r"cp\.async\.wait_group\s+(\d+)", decode[1])]
+    assert max(waits) >= 2
+
+
+def test_two_programs_fit_on_an_sm(decode: tuple[int, str]) -> None:
+    assert 2 * (decode[0] + 1024) <= SM_BYTES
