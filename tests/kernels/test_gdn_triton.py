@@ -13,6 +13,7 @@ from kernels.batch import RaggedBatch
 from kernels.cases import relative_error
 from kernels.errors import UnsupportedKernelError
 from kernels.gdn import naive
+from kernels.gdn.cases import in_float64, read_part
 from kernels.gdn.triton import gdn_mixer
 from kernels.gdn.triton_chunk import chunk_places, chunked_prefill
 from kernels.gdn.triton_inputs import gdn_inputs
@@ -26,17 +27,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 Record = TypeVar("Record", GdnParams, GdnState, RaggedBatch)
 
 
-def moved(record: Record, dtype: torch.dtype | None = None) -> Record:
-    """On the device of the tests, floats as dtype where one is given."""
-    tensors = {f.name: getattr(record, f.name) for f in fields(record)}
-    tensors = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
-    return replace(
-        record,
-        **{
-            name: x.to(DEVICE, dtype if x.is_floating_point() else None)
-            for name, x in tensors.items()
-        },
-    )
+def moved(record: Record) -> Record:
+    """On the device of the tests."""
+    values = {f.name: getattr(record, f.name) for f in fields(record)}
+    return replace(record, **{n: x.to(DEVICE) for n, x in values.items() if isinstance(x, Tensor)})
 
 
 def make_params(*geometry: int) -> GdnParams:
@@ -55,26 +49,14 @@ def make_batch(*rows: Rows) -> RaggedBatch:
     return moved(scenes.make_batch(list(rows)))
 
 
-def read_part(state: GdnState) -> list[Tensor]:
-    """What later steps read: the oldest column of a conv window is none of it."""
-    return [
-        state.h,
-        state.conv[..., 1:],
-        state.ring_inputs,
-        state.ring_gates,
-        state.snapshot_h,
-        state.snapshot_conv[..., 1:],
-    ]
-
-
 def check(params: GdnParams, dtype: torch.dtype, *rows: Rows) -> None:
     """Output and every part of the state, slot by slot, against naive in float64."""
     batch = make_batch(*rows)
     proj = make_proj(params, sum(r.count for r in rows)).to(dtype)
     state = make_state(params, 5)
-    before, truth = clone_state(state), moved(clone_state(state), torch.float64)
+    before, truth = clone_state(state), in_float64(state)
     got = gdn_mixer(proj, params, state, batch)
-    want = naive.gdn_mixer(proj.double(), moved(params, torch.float64), truth, batch)
+    want = naive.gdn_mixer(proj.double(), in_float64(params), truth, batch)
     assert got.dtype == dtype
     # Only the chunked form rounds operands of sums that reach the state.
     tolerance = TOLERANCE[dtype] if batch.prefills else 1e-5
@@ -295,10 +277,10 @@ def test_equal_keys_without_decay() -> None:
     params.decay.fill_(-1e-4)
     state, proj = make_state(params, 1), make_proj(params, 1).repeat(70, 1)
     proj[:, -2] = 20.0
-    truth = moved(clone_state(state), torch.float64)
+    truth = in_float64(state)
     batch = make_batch(Rows(0, 64, 70, chunked=True))
     got = gdn_mixer(proj, params, state, batch)
-    want = naive.gdn_mixer(proj.double(), moved(params, torch.float64), truth, batch)
+    want = naive.gdn_mixer(proj.double(), in_float64(params), truth, batch)
     assert relative_error([got, state.h], [want, truth.h]) < 1e-5
 
 
