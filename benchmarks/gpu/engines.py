@@ -89,6 +89,10 @@ def engine_config(options: Options, width: int, length: int, dtype: str) -> Engi
         kv_tokens=width * length,
         threads=1 if options.device == "cpu" else 0,
         kernels=options.kernels,
+        # Repeated prompts must be computed, and repeated output must go on.
+        prefix_caching=False,
+        watchdogs=False,
+        decode_ring_slots=0,
     )
 
 
