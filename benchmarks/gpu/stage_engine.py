@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from benchmarks.gpu.compiles import counted
 from benchmarks.gpu.engines import (
     Steps,
     built,
@@ -29,6 +28,7 @@ from engine.build import BuiltEngine
 from engine.reserve.ssm_reserve import SsmRollbackMode
 from engine.speculation.row_budget import split_verify
 from engine.weights.model_config import ModelConfig
+from kernels.compiles import CompileCounter
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 DRAFTS = 3
@@ -93,12 +93,12 @@ def _measured(name: str, ladder: _Ladder, options: Options) -> Iterator[tuple[in
         if ladder.mode is not None:
             core = forced_core(engine, config, options.acceptance)
         yield _made_of(name, ladder, engine, time.perf_counter() - began)
-        with counted() as late:
-            for width in ladder.widths:
-                yield width, timed_steps(core, width, 3 if options.smoke else 16)
-        text = f"{late.count} kernels compiled after warm-up (goal 0)"
-        status = verdict(late.count == 0)
-        yield Row(name, f"{ladder.name} compiles", status, text, {"compiles": late.count})
+        late = CompileCounter()
+        for width in ladder.widths:
+            yield width, timed_steps(core, width, 3 if options.smoke else 16)
+        count = late.count()
+        text = f"{count} kernels compiled after warm-up (goal 0)"
+        yield Row(name, f"{ladder.name} compiles", verdict(not count), text, {"compiles": count})
 
 
 def _made_of(name: str, ladder: _Ladder, engine: BuiltEngine, seconds: float) -> Row:

@@ -74,7 +74,8 @@ def measure(operator: str, options: Options, emit: Emit) -> None:
     for case in cases[:1] if options.smoke else cases:
         try:
             with torch.inference_mode():
-                seconds = median_seconds(case.step, torch.device(options.device))
+                device = torch.device(options.device)
+                seconds = median_seconds(case.step, device, smoke=options.smoke)
         except Exception as fault:
             emit(error_row(operator, f"{_name(case)} speed", fault))
             if _context_is_lost(options):

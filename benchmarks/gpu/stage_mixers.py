@@ -60,12 +60,12 @@ def run(options: Options, emit: Emit) -> None:
         model_dir="",
         device=options.device,
         dtype="float32" if options.device == "cpu" else "bfloat16",
-        kernels=options.kernels,
+        kernels="triton",
     )
     model = model_of("miniature-3" if options.smoke else LARGE)
     bench = Bench(model, choose_ops(config), torch.device(options.device), DTYPES[config.dtype])
     emit(Row(STAGE, "operators", Status.INFO, bench.ops.name, brief=False))
-    widths = (1, 2) if options.smoke else WIDTHS
+    widths = (2,) if options.smoke else WIDTHS
     context = GRID if options.smoke else CONTEXT
     for width in widths:
         for measure in (_gdn_rows, _attention_rows):
@@ -80,11 +80,11 @@ def run(options: Options, emit: Emit) -> None:
 def _gdn_rows(bench: Bench, width: int, context: int, options: Options) -> list[Row]:
     """A plain step, and verifies after which none and all drafts of the last one are pending."""
     plain_step = gdn_step(bench, width, rows=1, pending=0)
-    plain = median_seconds(plain_step, bench.device)
+    plain = median_seconds(plain_step, bench.device, smoke=options.smoke)
     found = [_speed("GDN step", width, gdn_bytes(bench, width, 1, 0), plain, options)]
     for pending in (0, DRAFTS):
         step = gdn_step(bench, width, rows=1 + DRAFTS, pending=pending)
-        seconds = median_seconds(step, bench.device)
+        seconds = median_seconds(step, bench.device, smoke=options.smoke)
         cost = seconds / plain
         judged = width >= GOAL_WIDTH
         found.append(
@@ -106,7 +106,8 @@ def _attention_rows(bench: Bench, width: int, context: int, options: Options) ->
     """One row and K rows per sequence on `context` cached tokens."""
     found = []
     for rows in (1, 1 + DRAFTS):
-        seconds = median_seconds(attention_step(bench, width, rows, context), bench.device)
+        step = attention_step(bench, width, rows, context)
+        seconds = median_seconds(step, bench.device, smoke=options.smoke)
         moved = attention_bytes(bench, width, rows, context)
         name = "attention step" if rows == 1 else f"attention K={rows}"
         found.append(_speed(f"{name}, {context} tokens", width, moved, seconds, options))

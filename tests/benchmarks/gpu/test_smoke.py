@@ -10,8 +10,8 @@ from tests.processes import run_python
 from tests.test_layering import BLOCKER
 
 ROOT = Path(__file__).resolve().parents[3]
-# One kernel under Triton's interpreter and the parts that need none; the others are run by hand.
-STAGES = "card,silu_mul,top1,silu_mul-speed,mixers,miniature-1,transformers"
+# A few kernels under Triton's interpreter and the parts that need none; the rest takes a minute.
+STAGES = "card,silu_mul,moves,silu_mul-speed,mixers,miniature-1,transformers"
 
 RUN = f"""
 import runpy, sys

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from triton import knobs
 
 from benchmarks.gpu import stage_card, stage_kernels, stage_mixers
-from benchmarks.gpu.compiles import counted
 from benchmarks.gpu.engines import engine_config, model_of, speculation
 from benchmarks.gpu.geometries import LARGE, SMALL
 from benchmarks.gpu.options import Machine, Options
@@ -151,15 +149,3 @@ def test_every_ladder_fits_an_h200(name: str, mode: SsmRollbackMode | None) -> N
         policy=reserve_policy(config),
     )
     assert found.kv_tokens == width * LENGTH
-
-
-def test_compiles_are_counted_and_the_hook_of_others_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    heard: list[str] = []
-    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda key: heard.append(key))
-    with counted() as found:
-        knobs.runtime.jit_post_compile_hook(key="a")
-        knobs.runtime.jit_post_compile_hook(key="b")
-    knobs.runtime.jit_post_compile_hook(key="c")
-    assert (found.count, heard) == (2, ["a", "b", "c"])
