@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from engine.config import GRID, EngineConfig
 from engine.errors import ConfigError, DoesNotFitError
+from engine.reserve.decode_ring import DECODE_RING_FIT_LADDER
 from engine.reserve.explain import explain
 from engine.reserve.ladder import DEFAULT_LADDER
 from engine.reserve.memory import HOST_RESERVE_PART, DeviceMemory, MemoryKind, host_memory
@@ -45,6 +46,7 @@ from spark_server.plan_view import PlanView, print_explanation, print_plan
 DEFAULT_LENGTH = 4096
 DEFAULT_BATCH = 32
 DEFAULT_PREFILL = 512
+DEFAULT_SNAPSHOTS = 16
 
 
 class _Parser(argparse.ArgumentParser):
@@ -161,7 +163,8 @@ def _case(asked: argparse.Namespace) -> tuple[PlanCase, Path]:
         memory_budget=_size(asked.memory_budget, "--memory-budget"),
         kv_tokens=asked.kv_tokens,
         kernels=asked.kernels,
-        snapshot_slots=asked.snapshots,
+        snapshot_slots=asked.ssm_cache_slots,
+        decode_ring_slots=asked.ssm_decode_ring_slots,
     )
     if config.memory_budget is not None and asked.gpu_memory_utilization is not None:
         raise ConfigError(
@@ -294,7 +297,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--mtp-max-seqs", type=_amount, metavar="N", help="widest batch that speculates")
     add("--full-width", action="store_true", help="every slot may speculate")
     add("--no-ladder", action="store_true", help="as many drafts at every width")
-    add("--snapshots", type=_amount, default=0, metavar="N", help="of the prefix cache")
+    add(
+        "--ssm-cache-slots",
+        "--snapshots",
+        type=_amount,
+        default=DEFAULT_SNAPSHOTS,
+        metavar="N",
+        help="states kept for the prefix cache",
+    )
+    add(
+        "--ssm-decode-ring-slots",
+        type=_depth,
+        default=0,
+        metavar="N",
+        help="states of each sequence that a watchdog can go back to, 0 to 8",
+    )
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--explain", metavar="TERM", help="the formula of one term, with its numbers")
     return parser
@@ -316,6 +333,13 @@ def _batch(text: str) -> int:
     value = _count(text)
     if value > WIDEST_BATCH:
         raise argparse.ArgumentTypeError(f"{value} is above {WIDEST_BATCH}")
+    return value
+
+
+def _depth(text: str) -> int:
+    value = _amount(text)
+    if value > DECODE_RING_FIT_LADDER[0]:
+        raise argparse.ArgumentTypeError(f"{value} is above {DECODE_RING_FIT_LADDER[0]}")
     return value
 
 

@@ -31,6 +31,8 @@ def preset_words(path: str, *, with_budget: bool) -> list[str]:
         "--max-prefill-tokens": batching.max_prefill_tokens,
         "--host-reserve": memory.host_reserve,
         "--kv-tokens": memory.kv_tokens,
+        "--ssm-cache-slots": settings.prefix_cache.slots.slots,
+        "--ssm-decode-ring-slots": settings.watchdogs.ssm_decode_ring_slots,
     }
     if with_budget:
         flags["--gpu-memory-utilization"] = memory.gpu_memory_utilization
