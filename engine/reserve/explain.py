@@ -205,11 +205,13 @@ def _graph_rows(n: _Numbers) -> int:
 def _graph_static(n: _Numbers, term: LedgerTerm) -> _Pair:
     m, rows = n.model, _graph_rows(n)
     words = (
-        "numbers of all index arrays (by row, by entry, block tables) x 8 bytes + rows x width x "
-        "bytes of a number + rows x vocabulary x 4 bytes"
+        "index arrays (by row and by entry, ends, block tables), each of an even number of numbers "
+        "x 8 bytes + rows x width x bytes of a number + rows x vocabulary x 4 bytes"
     )
-    tables = f"{rows} * {t.blocks_per_sequence(n.config)}"
-    index = f"({g.ROW_ARRAYS} * {rows} + {rows} + 1 + {g.ENTRY_ARRAYS} * {rows} + {tables})"
+    even, ends, width = rows + rows % 2, rows + 1, t.blocks_per_sequence(n.config)
+    tables = f"{rows} * {width} + {rows * width % 2}"
+    arrays = f"{g.ROW_ARRAYS + g.ENTRY_ARRAYS} * {even}"
+    index = f"({arrays} + {ends + ends % 2} + {tables})"
     hidden = f"{rows} * {m.hidden_size} * {element_bytes(n.config.dtype)}"
     return words, f"{index} * {g.INT64_BYTES} + {hidden} + {rows} * {m.vocab_size} * 4"
 

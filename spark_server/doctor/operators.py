@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from pathlib import Path
 
 from engine.config import EngineConfig
+from engine.weights.model_config import load_config
 from kernels.selftest import OperatorResult, RowsResult, SelfTest
 from spark_server.doctor.check import Check, fail, ok, warn
 from spark_server.doctor.machine import memory_line
@@ -30,12 +31,17 @@ def device_line(config: EngineConfig) -> Iterator[Check]:
 
 
 def operators(config: EngineConfig) -> Iterator[Check]:
-    """Every operator that an engine of `config` would get, then whether rows depend on company."""
+    """Every operator that an engine of `config` would get, then whether rows depend on company.
+
+    Raises:
+        ConfigError: the operators do not run here, or lack a size that the model has.
+    """
     import torch
 
-    from engine.build import DTYPES, choose_ops
+    from engine.build import DTYPES, check_supported, choose_ops
 
-    ops = choose_ops(replace(config))
+    ops = choose_ops(config)
+    check_supported(ops, load_config(Path(config.model_dir)), config)
     test = SelfTest(ops, torch.device(config.device), DTYPES[config.dtype])
     with torch.inference_mode():
         for result in test.operators():
