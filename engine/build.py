@@ -87,10 +87,12 @@ def build_engine(
     progress: PhaseDone,
     weight_progress: WeightProgress | None = None,
     source: Callable[[ModelConfig], WeightSource] | None = None,
+    ops: Ops | None = None,
 ) -> BuiltEngine:
     """Build the engine of `config`, whose device, dtype and memory budget are resolved.
 
     With `source` the weights come from there, and the folder needs no more than its config.json.
+    With `ops` these operators run and not those that the configuration chooses.
 
     Raises:
         ConfigError, DoesNotFitError: the settings cannot work; nothing was loaded.
@@ -100,7 +102,7 @@ def build_engine(
     phase = _Phases(progress)
     folder = Path(config.model_dir)
     model_config = load_config(folder)
-    ops = choose_ops(config)
+    ops = ops or choose_ops(config)
     check_supported(ops, model_config, config)
     forms = ", ".join(f"{operator} {form}" for operator, form in chosen(ops).items())
     logger.info("Operators: %s", forms)

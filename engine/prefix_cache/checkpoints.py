@@ -55,13 +55,18 @@ class Checkpoints:
         """
         if rolling and not self.may_roll:
             return None
-        if not self._free:
-            victim = next((node for node in self._order if node not in self._rolling), None)
-            if victim is None:
-                return None
-            self.release(victim)
-            self.evicted += 1
+        if not self._free and not self.drop_oldest():
+            return None
         return self._free.pop()
+
+    def drop_oldest(self) -> bool:
+        """Give up the least recently used checkpoint that does not roll; False without one."""
+        victim = next((node for node in self._order if node not in self._rolling), None)
+        if victim is None:
+            return False
+        self.release(victim)
+        self.evicted += 1
+        return True
 
     def attach(self, node: Node, place: int, *, rolling: bool = False) -> None:
         """The state at `node` lies at `place` now.
