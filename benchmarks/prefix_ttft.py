@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.load.processes import spawned_server
 from benchmarks.load.wire import Target
@@ -118,7 +119,8 @@ def ask(target: Target, messages: list[dict[str, str]], salt: str) -> Answer:
     response = connection.getresponse()
     if response.status != 200:
         raise RuntimeError(f"HTTP {response.status}: {response.read()[:300]!r}")
-    first, text, usage = 0.0, "", {}
+    first, text = 0.0, ""
+    usage: dict[str, Any] = {}
     for line in response:
         if not line.startswith(b"data: {"):
             continue
