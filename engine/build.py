@@ -180,6 +180,11 @@ def choose_ops(config: EngineConfig) -> Ops:
         on_cpu = "cpu" if config.dtype == "float32" else "naive"
         wanted = "triton" if config.device == "cuda" else on_cpu
     if wanted == "naive":
+        if config.batch_invariant and config.device != "cpu":
+            raise ConfigError(
+                f"--batch-invariant on {config.device} needs products of fixed tiles, which "
+                "--kernels naive has not; use --kernels triton"
+            )
         return naive_ops(dtype)
     if wanted == "triton":
         if find_spec("triton") is None:

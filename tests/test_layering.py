@@ -134,6 +134,23 @@ def test_every_engine_module_loads_without_the_server_packages(tmp_path: Path) -
     assert run_python(BLOCKER + load, tmp_path).strip() == "ok"
 
 
+def test_every_triton_module_loads_without_the_server_packages(tmp_path: Path) -> None:
+    """Only the CPU's forms need numba; a machine with a card may lack it."""
+    names = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in modules("kernels")
+        if path.stem not in ("cpu", "jit")
+        and "numba" not in imported_at_load(ast.parse(path.read_text(encoding="utf-8")).body)
+        and "kernels.jit" not in path.read_text(encoding="utf-8")
+    ]
+    assert {"kernels.gdn.triton", "kernels.attention.triton", "kernels.moe.triton"} <= set(names)
+    load = f"import importlib\nfor name in {names!r}: importlib.import_module(name)\n"
+    choose = (
+        "import torch, kernels.ops\nkernels.ops.triton_ops(torch.bfloat16, batch_invariant=True)"
+    )
+    assert run_python(f"{BLOCKER}{load}{choose}\nprint('ok')", tmp_path).strip() == "ok"
+
+
 DECODE = """
 import sys
 from pathlib import Path

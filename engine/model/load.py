@@ -17,6 +17,7 @@ from engine.model.layers import (
     rotary_tables,
 )
 from engine.model.mtp import MtpHead
+from engine.model.placed import PlacedWeights
 from engine.pools.allocate import Pools
 from engine.reserve.parameters import CHAIN_BYTES
 from engine.weights.layout import (
@@ -64,6 +65,7 @@ def build_network(
 ) -> Network:
     """Pack the layers of a source, whose drafter is asked for even when it stays out."""
     device = pools.states.h.device
+    source = PlacedWeights(source, device)
     cos, sin = (table.to(device) for table in rotary_tables(config, max_seq_len))
     gdn_seen = attention_seen = 0
 
@@ -78,11 +80,11 @@ def build_network(
         gdn_seen += 1
         return layer(weights, gdn_mixer(weights.mixer, config, state, ops), config, ops)
 
-    embed = source.embed().to(device)
+    embed = source.embed()
     head = source.lm_head()
-    lm_head = ops.pack_linear(embed if head is None else head.to(device))
+    lm_head = ops.pack_linear(embed if head is None else head)
     layers = tuple(build(source.layer(i)) for i in range(len(config.layer_kinds)))
-    norm: Tensor = source.norm().to(device)
+    norm: Tensor = source.norm()
     drafter = source.mtp()
     mtp: MtpHead | None = None
     if drafter is not None and with_mtp:

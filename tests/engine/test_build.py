@@ -143,6 +143,17 @@ def test_the_operators_follow_device_and_type(fields: dict[str, Any], name: str)
     assert choose_ops(replace(EngineConfig("x"), **fields)).name == name
 
 
+def test_products_that_vary_are_refused_where_none_may() -> None:
+    with pytest.raises(ConfigError, match=r"--batch-invariant on cuda .* use --kernels triton"):
+        choose_ops(EngineConfig("x", device="cuda", kernels="naive", batch_invariant=True))
+
+
+def test_triton_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.build.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="the package triton is not installed"):
+        choose_ops(EngineConfig("x", device="cuda"))
+
+
 @pytest.mark.parametrize("fields", [{"dtype": "bfloat16"}, {"device": "cuda"}])
 def test_cpu_operators_that_cannot_run_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--kernels cpu runs float32 on a CPU"):

@@ -144,37 +144,39 @@ def on_a_card(folder: Path, mode: SsmRollbackMode) -> HybridModel:
     """The model with its pools on the card."""
     config = load_config(folder)
     policy = SpeculationPolicy(3, mode)
-    limits = EngineConfig(str(folder), max_batch_size=4, max_seq_len=128)
+    limits = EngineConfig(str(folder), device="meta", max_batch_size=4, max_seq_len=128)
     ops = shapes_only()
     pools = allocate_pools(config, limits, policy, 8, torch.bfloat16, ops.move_rows)
     network = load_network(folder, config, pools, ops, 128, with_mtp=True)
-    model = HybridModel(config, network, pools, ops, torch.bfloat16, 1, mode, table_width=2)
-    _to_card(model, set())
-    return model
+    return HybridModel(config, network, pools, ops, torch.bfloat16, 1, mode, table_width=2)
 
 
-def _to_card(owner: Any, seen: set[int]) -> Any:
-    """Replace every tensor below `owner` by one on the card, views of pools included."""
+def tensors_below(owner: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that can be reached from `owner` through objects of ours."""
     if isinstance(owner, Tensor):
-        return owner.to(CARD)
-    if id(owner) in seen or not _ours(owner):
-        return owner
+        yield path, owner
+    module = type(owner).__module__
+    ours = isinstance(owner, tuple | list) or module.startswith(("engine.", "kernels."))
+    if id(owner) in seen or not ours:
+        return
     seen.add(id(owner))
-    if isinstance(owner, tuple):
-        return tuple(_to_card(each, seen) for each in owner)
-    names = owner.__dict__ if hasattr(owner, "__dict__") else owner.__dataclass_fields__
-    for name in list(names):
-        value = getattr(owner, name)
-        if isinstance(value, torch.device):
-            object.__setattr__(owner, name, CARD)
-        else:
-            object.__setattr__(owner, name, _to_card(value, seen))
-    return owner
+    if isinstance(owner, tuple | list):
+        parts = [(f"{path}[{i}]", each) for i, each in enumerate(owner)]
+    else:
+        names = [*getattr(owner, "__dict__", ()), *getattr(owner, "__dataclass_fields__", ())]
+        parts = [(f"{path}.{name}", getattr(owner, name)) for name in names]
+    for name, part in parts:
+        yield from tensors_below(part, name, seen)
 
 
-def _ours(value: Any) -> bool:
-    module = type(value).__module__
-    return isinstance(value, tuple) or module.startswith(("engine.", "kernels."))
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_everything_lies_on_the_card(tmp_path: Path, family: str) -> None:
+    tensors = Tensors(moe=family.endswith("moe"))
+    tensors.trunk()
+    folder = write(tmp_path / "model", text_config(family), tensors.mtp())
+    found = list(tensors_below(on_a_card(folder, SsmRollbackMode.SNAPSHOT), "model", set()))
+    assert len(found) > 60
+    assert [name for name, tensor in found if tensor.device != CARD] == []
 
 
 def rows_of(segments: list[Segment]) -> list[SamplingRow]:
