@@ -94,11 +94,11 @@ def all_stages(smoke: bool) -> list[Stage]:
         Stage("card", 30, stage_card.run),
         # Compiling takes most of their time, and a core each.
         *(Stage(n, 90, partial(stage_kernels.check, n), together=True) for n in names),
+        Stage(stage_transformers.STAGE, 90, partial(stage_transformers.run, small), together=True),
         Stage(stage_mixers.STAGE, 45, stage_mixers.run),
         Stage(large, 110, partial(stage_engine.run, large, True)),
         Stage(small, 50, partial(stage_engine.run, small, False)),
         Stage(stage_invariant.STAGE, 40, partial(stage_invariant.run, small)),
-        Stage(stage_transformers.STAGE, 40, partial(stage_transformers.run, small)),
         *(Stage(f"{n}-speed", 30, partial(stage_kernels.measure, n)) for n in names),
     ]
 

@@ -41,6 +41,6 @@ def test_the_script_runs_without_the_server_packages(tmp_path: Path) -> None:
 def test_every_stage_is_listed_with_every_kernel() -> None:
     names = [stage.name for stage in all_stages(smoke=False)]
     folders = sorted(path.parent.name for path in (ROOT / "kernels").glob("*/__init__.py"))
-    rest = ["mixers", "qwen3.6-27b", "qwen3.5-0.8b", "invariant", "transformers"]
+    rest = ["transformers", "mixers", "qwen3.6-27b", "qwen3.5-0.8b", "invariant"]
     speeds = [f"{folder}-speed" for folder in folders]
     assert names == ["card", *folders, *rest, *speeds]
