@@ -1,7 +1,7 @@
-"""Attention of decode, verify and replay rows: KV in splits of a fixed size, then their sum.
+"""Attention of decode, verify and replay rows: KV in splits that never move, then their sum.
 
-The split is the same at any batch, and splits are added in the order of their positions: a row has
-the same bits alone, in a batch, padded, and as one of several verify rows.
+A split is the same keys at any batch, and splits are added in the order of their positions: a row
+has the same bits alone, in a batch, padded, and as one of several verify rows.
 """
 
 from __future__ import annotations
@@ -22,17 +22,46 @@ from kernels.attention.types import AttentionParams, KvPages
 from kernels.batch import RaggedBatch
 
 # Most that the partial results of one launch may take; more rows than fit go through in turns.
-SCRATCH_BYTES = 64 << 20
+SCRATCH_BYTES = 128 << 20
+# Splits of one size at the start of a sequence, and in every octave of positions behind them.
+EQUAL, PER_OCTAVE = 16, 8
+# More than any sequence has: 16 + 8 log2(262144 / 4096) = 64 at the longest context of 27B.
+MOST_SPLITS = 128
 
 
 def split_size(kv_heads: int) -> int:
-    """Keys in one split, a property of the model alone.
+    """Keys in one of the first 16 splits, a property of the model alone.
 
     16 sequences of 1024 keys make 256 programs on 0.8B (2 KV heads) and on 27B (4), about one wave
     of the two that fit on each of 132 SMs. The partial results of a group of 6 are 5 % of the
     bytes of 256 keys, those of a group of 4 are 6 % of the bytes of 128.
     """
     return 128 if kv_heads <= 2 else 256
+
+
+def split_count(keys: int, size: int) -> int:
+    """Splits of `keys` keys; the first 16 have `size`, then the size doubles every 8.
+
+    Room and programs are needed for the longest sequence there may be. With one size they would be
+    16 times as many at 262144 tokens as at 16384, for whatever is really there; so they grow with
+    the logarithm, and a long sequence still has enough of them to fill a card.
+    """
+    count, edge, length = min(EQUAL, triton.cdiv(keys, size)), EQUAL * size, 2 * size
+    while edge < keys:
+        count += min(PER_OCTAVE, triton.cdiv(keys - edge, length))
+        edge, length = 2 * edge, 2 * length
+    return count
+
+
+@triton.jit
+def first_key_of(
+    split: tl.tensor, SIZE: tl.constexpr, EQUAL: tl.constexpr, PER_OCTAVE: tl.constexpr
+) -> tl.tensor:
+    """Where a split begins; see split_count. An octave behind the equal ones starts at its size."""
+    behind = tl.maximum(split - EQUAL, 0)
+    edge = (behind * 0 + EQUAL * SIZE) << (behind // PER_OCTAVE)
+    far = edge + behind % PER_OCTAVE * (edge // PER_OCTAVE)
+    return tl.where(split < EQUAL, split * SIZE, far)
 
 
 @triton.jit(
@@ -60,6 +89,8 @@ def _attend_splits(
     WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     SPLIT: tl.constexpr,
+    EQUAL: tl.constexpr,
+    PER_OCTAVE: tl.constexpr,
     KEYS: tl.constexpr,
     LINES: tl.constexpr,
     DOT: tl.constexpr,
@@ -82,9 +113,11 @@ def _attend_splits(
         return
     oldest = tl.load(p_first_key + segment).to(tl.int32)
     newest = tl.load(p_positions + end - 1).to(tl.int32)
-    if (split * SPLIT > newest) | ((split + 1) * SPLIT <= oldest):
+    split_start = first_key_of(split, SPLIT, EQUAL, PER_OCTAVE)
+    split_end = first_key_of(split + 1, SPLIT, EQUAL, PER_OCTAVE)
+    if (split_start > newest) | (split_end <= oldest):
         return
-    first_tile = tl.maximum(split * (SPLIT // KEYS), oldest // KEYS)
+    first_tile = tl.maximum(split_start, oldest) // KEYS
     p_head_k = p_k + head * (WIDTH * PAGE)
     p_head_v = p_v + head * (WIDTH * PAGE)
     block_stride = kv_heads.to(tl.int64) * (WIDTH * PAGE)
@@ -95,7 +128,7 @@ def _attend_splits(
         b_q, b_position, o_place, m_line = query_tile(
             p_q, p_positions, first, end, head, kv_heads, line, GROUP, WIDTH, LINES
         )
-        seen = tl.minimum(tl.max(b_position, 0) + 1, (split + 1) * SPLIT)
+        seen = tl.minimum(tl.max(b_position, 0) + 1, split_end)
         b_mixed, b_peak, b_sum = attend(
             b_q,
             b_position,
@@ -143,6 +176,9 @@ def _combine(
     mixed: tl.tensor,
     WIDTH: tl.constexpr,
     SPLIT: tl.constexpr,
+    EQUAL: tl.constexpr,
+    PER_OCTAVE: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
 ) -> None:
@@ -155,8 +191,9 @@ def _combine(
     if query < 0:
         return
     segment = tl.load(p_owners + query)
-    first = tl.load(p_first_key + segment).to(tl.int32) // SPLIT
-    last = tl.load(p_positions + query).to(tl.int32) // SPLIT
+    b_start = first_key_of(tl.arange(0, MOST_SPLITS), SPLIT, EQUAL, PER_OCTAVE)
+    first = tl.sum((b_start <= tl.load(p_first_key + segment)).to(tl.int32), 0) - 1
+    last = tl.sum((b_start <= tl.load(p_positions + query)).to(tl.int32), 0) - 1
     o_width = tl.arange(0, WIDTH)
     o_partials = (place * heads + head) * splits
     peak = -1.0e30
@@ -203,7 +240,8 @@ def attend_recurrent(
     heads, width, device = params.heads, params.head_dim, qkv.device
     shape = shape_of(params, pages.v.shape[2], qkv.dtype, prefill=False)
     split = split_size(params.kv_heads)
-    splits = triton.cdiv(batch.block_tables.shape[1] * shape.page, split)
+    splits = split_count(batch.block_tables.shape[1] * shape.page, split)
+    assert splits <= MOST_SPLITS
     at_once = min(rows, max(1, SCRATCH_BYTES // (heads * splits * (width + 2) * 4)))
     partial = torch.empty(at_once, heads, splits, width, dtype=torch.float32, device=device)
     stats = torch.empty(at_once, heads, splits, 2, dtype=torch.float32, device=device)
@@ -232,6 +270,8 @@ def attend_recurrent(
             WIDTH=width,
             PAGE=shape.page,
             SPLIT=split,
+            EQUAL=EQUAL,
+            PER_OCTAVE=PER_OCTAVE,
             KEYS=shape.keys,
             LINES=shape.lines,
             DOT=shape.dot,
@@ -254,6 +294,9 @@ def attend_recurrent(
             int(mixed),
             WIDTH=width,
             SPLIT=split,
+            EQUAL=EQUAL,
+            PER_OCTAVE=PER_OCTAVE,
+            MOST_SPLITS=MOST_SPLITS,
             AT_ONCE=8,
             HAS_ROWS=asked.rows is not None,
             num_warps=2,

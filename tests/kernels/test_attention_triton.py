@@ -7,10 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from kernels.attention import naive, triton_decode
 from kernels.attention.triton import attention_mixer
+from kernels.attention.triton_decode import (
+    EQUAL,
+    MOST_SPLITS,
+    PER_OCTAVE,
+    first_key_of,
+    split_count,
+)
 from kernels.attention.types import AttentionParams, KvPages
 from kernels.batch import RaggedBatch
 from kernels.cases import relative_error
@@ -23,6 +32,18 @@ BLOCKS = 8
 LENGTH = BLOCKS * PAGE
 # nH, nKV, hd
 SMALL = (4, 2, 32)
+
+
+@triton.jit
+def split_starts(
+    p_out: tl.tensor,
+    SIZE: tl.constexpr,
+    EQUAL: tl.constexpr,
+    PER_OCTAVE: tl.constexpr,
+    MOST: tl.constexpr,
+) -> None:
+    o_split = tl.arange(0, MOST)
+    tl.store(p_out + o_split, first_key_of(o_split, SIZE, EQUAL, PER_OCTAVE))
 
 
 def placed(x: Any) -> Any:
@@ -112,6 +133,37 @@ def test_pages_of_another_dtype(
     poisoned_empty(monkeypatch)
     rows = [Rows(0, 130, 2), Rows(1, 3, 3, chunked=True)]
     assert error(SMALL, rows, dtype, kv_dtype) < max(TOLERANCE[dtype], TOLERANCE[kv_dtype])
+
+
+@pytest.mark.parametrize("size", [128, 256])
+def test_splits_cover_every_key_once(size: int) -> None:
+    """Sixteen of one size, then eight in each octave of positions."""
+    sizes = [size] * 16 + [2 * size << octave for octave in range(7) for _ in range(8)]
+    edges = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
+    for count in range(1, len(sizes) + 1):
+        assert split_count(edges[count], size) == count
+        assert split_count(edges[count - 1] + 1, size) == count
+    assert split_count(262144, 256) == 64
+    starts = torch.full((128,), -1, dtype=torch.int32, device=DEVICE)
+    split_starts[(1,)](starts, size, EQUAL, PER_OCTAVE, MOST_SPLITS)
+    assert starts.tolist()[: len(edges)] == edges
+
+
+def test_long_sequences_have_longer_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind 2048 keys: rows on both sides of an edge, alone and together; a late first key."""
+    poisoned_empty(monkeypatch)
+    shape, blocks = (1, 1, 16), 50
+    params = placed(attention_params(*shape, length=blocks * PAGE))
+    pages = placed(kv_pages(2 * blocks + 1, 1, 16))
+    rows = [Rows(0, 2303, 2), Rows(1, 3100, 1, first_key=2500)]
+    batch = placed(make_batch(rows, blocks))
+    qkv, exact, alone = inputs(shape, 3, torch.float32), copied(pages), copied(pages)
+    doubles = KvPages(pages.k.double(), pages.v.double())
+    want = naive.attention_mixer(qkv.double(), params, doubles, batch)
+    got = attention_mixer(qkv, params, exact, batch)
+    assert relative_error(list(got), list(want)) < TOLERANCE[torch.float32]
+    single = placed(make_batch([Rows(0, 2303, 1)], blocks))
+    assert torch.equal(attention_mixer(qkv[:1], params, alone, single), got[:1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
