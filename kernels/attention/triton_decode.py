@@ -46,9 +46,9 @@ def split_count(keys: int, size: int) -> int:
     16 times as many at 262144 tokens as at 16384, for whatever is really there; so they grow with
     the logarithm, and a long sequence still has enough of them to fill a card.
     """
-    count, edge, length = min(EQUAL, triton.cdiv(keys, size)), EQUAL * size, 2 * size
+    count, edge, length = min(EQUAL, -(-keys // size)), EQUAL * size, 2 * size
     while edge < keys:
-        count += min(PER_OCTAVE, triton.cdiv(keys - edge, length))
+        count += min(PER_OCTAVE, -(-(keys - edge) // length))
         edge, length = 2 * edge, 2 * length
     return count
 
