@@ -33,7 +33,7 @@ def test_the_cpu_operators_are_right() -> None:
     assert found["gdn"].error > 0, "another implementation than the truth was run"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_truth_agrees_with_itself(dtype: torch.dtype) -> None:
     found = results(naive_ops(dtype), dtype)
     assert list(found) == NAMES
