@@ -11,7 +11,7 @@ import kernels
 from kernels.cases import CaseSize, relative_error
 from tests.kernels.poison import DEVICE
 
-FOLDERS = sorted(path.parent.name for path in Path(kernels.__path__[0]).glob("*/cases.py"))
+FOLDERS = sorted(path.parent.name for path in Path(kernels.__path__[0]).glob("*/__init__.py"))
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
