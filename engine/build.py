@@ -141,7 +141,7 @@ def build_engine(
     # Kernels that are compiled for a shape want one width of block tables.
     width = blocks_per_sequence(config) if ops.name == "triton" else 0
     model = HybridModel(model_config, network, pools, ops, dtype, threads, policy.rollback, width)
-    warm_up(model, config, policy.num_drafts)
+    warm_up(model, config, policy.num_drafts, pools.decode_ring)
     phase.done("warm-up", f"{threads} threads")
     if pools.buffers is not None:
         buckets = graph_buckets(config.max_batch_size, policy.num_drafts, pools.buffers.rows)

@@ -9,27 +9,33 @@ import numpy as np
 
 from engine.config import GRID, EngineConfig
 from engine.model.hybrid import HybridModel
+from engine.pools.snapshots import StateSnapshots
 from engine.runner import DraftRows, PlainRows, RowPhase, Segment, Verified
 
 
-def warm_up(model: HybridModel, config: EngineConfig, drafts: int) -> None:
-    """Prompts, replays, plain rows, verifies of every depth, drafts and moves.
+def warm_up(
+    model: HybridModel, config: EngineConfig, drafts: int, decode_ring: StateSnapshots
+) -> None:
+    """Prompts, replays, plain rows, verifies of every depth, drafts, moves and copies of states.
 
     Args:
         model: on fresh pools.
         config: sizes.
         drafts: unverified rows of a sequence at most, 0 without speculation.
+        decode_ring: where states lie that sequences may roll back to.
     """
-    steps = _Steps(model, config, drafts)
+    steps, counted = _Steps(model, config, drafts), model.states.bytes_moved
     steps.prompts()
     for depth in range(1, steps.drafts + 1):
         steps.verify(depth)
     if steps.drafts:
         steps.draft()
+    steps.set_aside(decode_ring)
     steps.move()
     model.states.warm_up()
     for slot in steps.slots:
         model.claim_slot(slot)
+    model.states.bytes_moved = counted
 
 
 class _Steps:
@@ -91,6 +97,22 @@ class _Steps:
             model.draft(uneven, hidden)
         idle = DraftRows(0, start + 2, 0, (0,), self._table, engaged=False, drafts=0)
         model.draft([idle], hidden)
+
+    def set_aside(self, decode_ring: StateSnapshots) -> None:
+        """States are copied out and back, from behind a step and from within a verify."""
+        model, rows = self._model, self.drafts + 1
+        for kept in (model.snapshots, decode_ring):
+            if kept.places:
+                model.fold([0])
+                kept.save(0, 0)
+                kept.load(0, 0)
+        for wanted in range(1, rows + 1) if self.drafts else ():
+            verified = Verified(0, rows, rows)
+            model.forward([self._decode(0, rows)])
+            model.accept([verified])
+            if model.snapshots.places:
+                model.rollback.export(verified, wanted, model.snapshots, 0, model.fold)
+            model.fold([0])
 
     def move(self) -> None:
         """The sequence of the second slot goes to the first, with every number of pending rows."""

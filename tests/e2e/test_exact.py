@@ -64,6 +64,8 @@ def test_company_changes_no_byte_over_http(server: Server, cramped: Server) -> N
     # Four sequences of up to 136 tokens do not fit into 320 together.
     assert asyncio.run(post_all(cramped.url, work, 8)) == alone
     assert gauges(cramped.url)["spark_preemptions_total"] > before
+    for each in (server, cramped):
+        assert gauges(each.url)["spark_jit_compiles_total"] == 0
 
 
 @pytest.mark.server
