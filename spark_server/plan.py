@@ -216,13 +216,24 @@ def _memory(asked: argparse.Namespace) -> DeviceMemory:
 
 
 def locate(model: str) -> Path:
-    """A path as it is, a model that comes with the package, or a geometry by its name."""
+    """A path as it is, a model that comes with the package, or a geometry by its name.
+
+    Raises:
+        ConfigError: there is no such thing.
+    """
     path = Path(model).expanduser()
-    if path.exists() or path.name != model:
+    if path.exists():
         return path
-    packaged = Path(str(files("spark_server") / "assets" / model))
-    geometry = Path(str(files("configs") / "geometries" / f"{model}.json"))
-    return next((place for place in (packaged, geometry) if place.exists()), path)
+    geometries = Path(str(files("configs") / "geometries"))
+    packaged = Path(str(files("spark_server") / "assets")) / model
+    for place in (packaged, geometries / f"{model}.json"):
+        if path.name == model and place.exists():
+            return place
+    names = ", ".join(sorted(place.stem for place in geometries.iterdir()))
+    raise ConfigError(
+        f"{model} is no model folder and no config.json here; for a model that is elsewhere give "
+        f"the path of its config.json, or one of {names}"
+    )
 
 
 def _with_preset(words: list[str]) -> list[str]:

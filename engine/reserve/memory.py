@@ -6,6 +6,7 @@ that it has, whoever else is there. This process is nobody else: what it holds i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -20,6 +21,7 @@ GPU_UTILISATION = 0.9
 # Kept free where the host's own programs live in the same memory: a 32nd, unless told otherwise.
 HOST_RESERVE_PART = 32
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_GROUP = Path("/proc/self/cgroup")
 _MIB = 2**20
 
 
@@ -121,21 +123,24 @@ def _less(memory: DeviceMemory) -> str:
     return ", ".join([*ways, "or end what else holds memory"])
 
 
-def host_memory(reserve: int | None = None, cgroup: Path = _CGROUP) -> DeviceMemory:
-    """The machine's memory, or what the process's control group allows, by the smaller number.
+def host_memory(
+    reserve: int | None = None, cgroup: Path = _CGROUP, own_group: Path = _OWN_GROUP
+) -> DeviceMemory:
+    """The machine's memory, or what the process's control groups allow, by the smallest number.
 
     Pages of files that are cached count as available: the system gives them back when asked.
 
     Args:
         reserve: bytes kept free for the host, None for a 32nd of the total.
         cgroup: where control groups are mounted, of either version.
+        own_group: the file that says which of them this process is in.
     """
     machine = psutil.virtual_memory()
     total, available = int(machine.total), int(machine.available)
-    limit, used = _cgroup_limit(cgroup), 0
-    if limit is not None and limit < total:
-        used = _cgroup_used(cgroup)
-        total, available = limit, min(available, limit - used)
+    for files in _control_groups(cgroup, own_group):
+        limit = _number(files.limit)
+        if limit is not None and limit < machine.total:
+            total, available = min(total, limit), min(available, limit - files.used())
     available = min(available + _own_bytes(), total)
     return DeviceMemory(
         MemoryKind.HOST,
@@ -176,24 +181,52 @@ def _own_bytes() -> int:
     return max(int(info.rss) - int(getattr(info, "shared", 0)), 0)
 
 
-def _cgroup_limit(root: Path) -> int | None:
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        found = _number(root / name)
-        if found is not None:
-            return found
-    return None
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Files of one control group; `cached` is the key of what can be given back."""
+
+    limit: Path
+    current: Path
+    stat: Path
+    cached: str
+
+    def used(self) -> int:
+        """Bytes charged to it, without cached pages of files that nobody has used of late."""
+        used = _number(self.current) or 0
+        return max(used - _stat(self.stat, self.cached), 0)
 
 
-def _cgroup_used(root: Path) -> int:
-    """Bytes charged to the group, without cached pages of files that nobody has used of late."""
-    for current, stat, key in (
-        ("memory.current", "memory.stat", "inactive_file"),
-        ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-    ):
-        used = _number(root / current)
-        if used is not None:
-            return max(used - _stat(root / stat, key), 0)
-    return 0
+def _control_groups(root: Path, own_group: Path) -> Iterator[_Group]:
+    """The groups that this process is in, of both versions, each with all those above it."""
+    try:
+        lines = own_group.read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        lines = []
+    own = [line.split(":", 2) for line in lines if line.count(":") >= 2]
+    unified = next((path for number, kinds, path in own if number == "0" and not kinds), "/")
+    memory = next((path for _, kinds, path in own if "memory" in kinds.split(",")), "/")
+    for place in _upwards(root, unified):
+        yield _Group(
+            place / "memory.max", place / "memory.current", place / "memory.stat", "inactive_file"
+        )
+    for place in _upwards(root / "memory", memory):
+        yield _Group(
+            place / "memory.limit_in_bytes",
+            place / "memory.usage_in_bytes",
+            place / "memory.stat",
+            "total_inactive_file",
+        )
+
+
+def _upwards(root: Path, path: str) -> Iterator[Path]:
+    """`root` and the folders below it on the way to `path`."""
+    yield root
+    for part in path.strip("/").split("/"):
+        # A group outside of this namespace shows as /..; it cannot be read from here.
+        if part in ("", ".."):
+            return
+        root = root / part
+        yield root
 
 
 def _number(path: Path) -> int | None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from engine.errors import SparkError
 
+INSTALL = "pip install -c constraints.txt . in the environment of Spark"
+
 
 class Status(StrEnum):
     """OK: nothing to do. WARN: it works, but not as it could. FAIL: a server would not start."""
@@ -61,5 +63,7 @@ def guarded(name: str, checks: Callable[[], Iterable[Check]]) -> Iterator[Check]
     except SparkError as error:
         text, _, way = str(error).rpartition("; ")
         yield fail(name, text or way, way if text else "see the message")
+    except ImportError as error:
+        yield fail(name, f"{type(error).__name__}: {error}", INSTALL)
     except Exception as error:
         yield fail(name, f"{type(error).__name__}: {error}", "report this, it should not happen")

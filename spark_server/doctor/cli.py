@@ -6,13 +6,14 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.errors import SparkError
-from spark_server.doctor import machine, model
+from spark_server.doctor import machine
 from spark_server.doctor.check import Check, Status, fail, guarded
-from spark_server.model_source import locate_model
-from spark_server.resolve import engine_config, finish_config
-from spark_server.settings import Settings, load_settings
+
+if TYPE_CHECKING:  # a missing package must not keep the doctor from saying so
+    from spark_server.settings import Settings
 
 EXIT_FAILED = 1
 _HELP = """usage: spark doctor [MODEL] [--json] [options of serve]
@@ -34,10 +35,9 @@ def main(words: Sequence[str]) -> int:
         print(_HELP)
         return 0
     rest = [word for word in words if word != "--json"]
-    settings = load_settings(rest, prog="spark doctor").settings
-    found = []
     show = _silent if len(rest) < len(words) else _printer()
-    for check in checks(settings):
+    found = []
+    for check in _all(rest):
         found.append(check)
         show(check)
     failed = [check for check in found if check.status is Status.FAIL]
@@ -50,11 +50,26 @@ def main(words: Sequence[str]) -> int:
     return EXIT_FAILED if failed else 0
 
 
-def checks(settings: Settings) -> Iterator[Check]:
-    """All of them, those first that the others need."""
+def _all(words: Sequence[str]) -> Iterator[Check]:
+    """The environment first: without its packages the settings cannot be read."""
+    found = list(environment())
+    yield from found
+    if any(check.name == "packages" and check.status is Status.FAIL for check in found):
+        return
+    from spark_server.settings import load_settings
+
+    yield from checks(load_settings(words, prog="spark doctor").settings)
+
+
+def environment() -> Iterator[Check]:
+    """Interpreter and packages."""
     yield from guarded("python", machine.python)
     yield from guarded("packages", machine.packages)
     yield from guarded("kernels", machine.hub_kernels)
+
+
+def checks(settings: Settings) -> Iterator[Check]:
+    """Machine, port and model, those first that the others need."""
     yield from guarded("torch", machine.torch_build)
     yield from guarded("processor", machine.processor)
     yield from guarded("memory", lambda: machine.memory(settings.memory.host_reserve))
@@ -67,6 +82,10 @@ def checks(settings: Settings) -> Iterator[Check]:
 
 def _of_model(settings: Settings) -> Iterator[Check]:
     """Files, device, whether it fits, and the operators that its type and device get."""
+    from spark_server.doctor import model
+    from spark_server.model_source import locate_model
+    from spark_server.resolve import engine_config, finish_config
+
     folder = Path(locate_model(settings.model.model, download=False).folder)
     yield from guarded("weights", lambda: model.weights(folder))
     yield from guarded("tokenizer", lambda: model.text(folder, settings.model.chat_template))

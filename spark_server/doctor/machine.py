@@ -26,7 +26,7 @@ from engine.reserve.memory import (
     memory_budget,
 )
 from engine.reserve.sizes import format_bytes
-from spark_server.doctor.check import Check, fail, ok, warn
+from spark_server.doctor.check import INSTALL, Check, fail, ok, warn
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
@@ -61,7 +61,7 @@ def packages() -> Iterator[Check]:
         yield fail(
             "packages",
             f"{', '.join(missing)} missing of {len(names)}",
-            "pip install -c constraints.txt . in the environment of Spark",
+            INSTALL,
         )
     else:
         yield ok("packages", f"all {len(names)} that Spark requires")
@@ -202,7 +202,8 @@ def port(host: str, number: int) -> Iterator[Check]:
     from spark_server.server import bind
 
     with contextlib.closing(bind(host, number)):
-        yield ok("port", f"{number} on {host} is free")
+        free = f"{number} on {host} is free"
+        yield ok("port", free if number else f"0 takes a free one on {host}")
 
 
 def _at_least(name: str, version: str, oldest: tuple[int, int], detail: str) -> Check:

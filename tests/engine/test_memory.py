@@ -169,3 +169,39 @@ def test_memory_that_frees_itself_meanwhile_makes_no_term_negative(
     (tmp_path / "memory.current").write_text(str(3 * GIB))
     found = host_memory(0, tmp_path)
     assert (found.limit, found.others) == (0, GIB)
+
+
+@pytest.mark.parametrize(
+    ("line", "below", "name"),
+    [
+        ("0::/a.slice/b.service", "a.slice/b.service", "memory.max"),
+        ("7:memory:/docker/1", "memory/docker/1", "memory.limit_in_bytes"),
+        ("3:cpu,memory:/x", "memory/x", "memory.limit_in_bytes"),
+    ],
+)
+def test_the_group_of_this_process_and_those_above_it_count(
+    line: str, below: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine(monkeypatch, 64 * GIB, 40 * GIB)
+    own = tmp_path / "own"
+    own.write_text(f"12:pids:/elsewhere\n{line}\n")
+    group = tmp_path / below
+    group.mkdir(parents=True)
+    (group / name).write_text(f"{8 * GIB}\n")
+    current = "memory.current" if name == "memory.max" else "memory.usage_in_bytes"
+    (group / current).write_text(f"{3 * GIB}\n")
+    found = host_memory(0, tmp_path, own)
+    assert (found.total, found.available) == (8 * GIB, 5 * GIB)
+    (group.parent / name).write_text(f"{6 * GIB}\n")
+    (group.parent / current).write_text(f"{5 * GIB}\n")
+    found = host_memory(0, tmp_path, own)
+    assert (found.total, found.available) == (6 * GIB, GIB)
+
+
+@pytest.mark.parametrize("text", ["0::/../other", "0::/gone", "nonsense", "", "\xff"])
+def test_a_group_that_cannot_be_read_limits_nothing(
+    text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine(monkeypatch, 64 * GIB, 40 * GIB)
+    (tmp_path / "own").write_text(text, encoding="latin-1")
+    assert host_memory(0, tmp_path, tmp_path / "own").total == 64 * GIB

@@ -56,7 +56,8 @@ def test_this_machine_is_fit_and_says_so_as_json(capsys: pytest.CaptureFixture[s
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, *found: Check) -> None:
-    monkeypatch.setattr(cli, "checks", lambda settings: iter(found))
+    monkeypatch.setattr(cli, "environment", lambda: iter(found[:1]))
+    monkeypatch.setattr(cli, "checks", lambda settings: iter(found[1:]))
 
 
 def test_a_failed_check_is_exit_code_1_and_a_warning_is_not(
@@ -117,6 +118,17 @@ def test_a_check_that_breaks_is_a_line_and_the_others_go_on() -> None:
     assert (broken.status, broken.found) == (Status.FAIL, "ZeroDivisionError: oh")
     bare = list(guarded("files", breaks(ConfigError("only one thing to say"))))[1]
     assert bare.found == "only one thing to say"
+
+
+def test_without_its_packages_the_doctor_says_so_and_stops(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted(monkeypatch, fail("packages", "pydantic missing of 19", "pip install"), ok("b", "no"))
+    assert cli.main([]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "1 checks, 0 warnings, 1 failed"
+    broken = only(guarded("torch", lambda: [__import__("no_such_package")]))
+    assert "No module named 'no_such_package'" in broken.found
+    assert broken.way_out.startswith("pip install -c constraints.txt")
 
 
 def test_an_old_python(monkeypatch: pytest.MonkeyPatch) -> None:

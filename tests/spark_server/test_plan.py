@@ -284,6 +284,11 @@ def test_every_preset_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None
         assert values(capsys, str(path), "--device-memory", "32GiB")["fits"], path.name
 
 
+def test_a_model_that_is_elsewhere_is_refused_with_what_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"Qwen/Qwen3.5-0.8B is no model folder .*, qwen3.6-27b"):
+        main(["Qwen/Qwen3.5-0.8B"])
+
+
 def test_without_a_ladder_every_slot_is_deep(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("qwen3.6-27b", *CARD, "--device-memory", "500GiB", "--ssm-rollback-mode", "snapshot")
 
