@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.batch import RaggedBatch
 from kernels.gdn.naive import CHUNK
-from kernels.gdn.triton_inputs import GdnInputs
+from kernels.gdn.triton_inputs import INDEX_POINTERS, GdnInputs
 from kernels.gdn.triton_step import runs_chunked
 from kernels.gdn.types import GdnState
 
@@ -107,7 +107,9 @@ def _inverse(b_a: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
     return _joined(b_x, b_a, 32, CHUNK)
 
 
-@triton.jit(do_not_specialize=["segments", "halvings"])
+@triton.jit(
+    do_not_specialize=["segments", "halvings"], do_not_specialize_on_alignment=INDEX_POINTERS
+)
 def _inside(
     p_q: tl.tensor,
     p_k: tl.tensor,
@@ -214,7 +216,7 @@ def _inside(
         tl.store(p_value, b_u, mask=m_v)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=INDEX_POINTERS)
 def _across(
     p_q: tl.tensor,
     p_k: tl.tensor,

@@ -11,7 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.batch import RaggedBatch
-from kernels.gdn.triton_inputs import ROWS_PER_PROGRAM, GdnInputs, own_inputs, past_inputs, silu
+from kernels.gdn.triton_inputs import (
+    INDEX_POINTERS,
+    ROWS_PER_PROGRAM,
+    GdnInputs,
+    own_inputs,
+    past_inputs,
+    silu,
+)
 from kernels.gdn.types import GdnParams, GdnState
 
 # Channels of conv state and ring that one program owns.
@@ -154,7 +161,10 @@ def _keep(
             tl.store(p_kept + part * HV + o_head, b_gate, mask=m_head)
 
 
-@triton.jit(do_not_specialize=["rows", "segments", "norm_programs"])
+@triton.jit(
+    do_not_specialize=["rows", "segments", "norm_programs"],
+    do_not_specialize_on_alignment=INDEX_POINTERS,
+)
 def _finish(
     p_out: tl.tensor,
     p_proj: tl.tensor,

@@ -19,6 +19,20 @@ from kernels.gdn.types import GdnParams, GdnState
 # A row of a head lies in one warp, so its sums take the same order whatever its neighbours are; the
 # same number for every step, since the compiler chooses the layout by the shape of the block.
 ROWS_PER_PROGRAM = 8
+# Views at any place of one buffer: whether such a pointer is a multiple of 16 bytes must not decide
+# which variant runs, or one would be compiled while requests wait.
+INDEX_POINTERS = (
+    "p_row_segment",
+    "p_row_start",
+    "p_starts",
+    "p_slots",
+    "p_committed",
+    "p_pending",
+    "p_ring_first",
+    "p_ring_rows",
+    "p_snapshots",
+    "p_chunked",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +234,9 @@ def _store_gates(
     tl.store(p_gate + HV, tl.where(m_new, _sigmoid(b_b), b_old_beta), mask=m_new | m_old)
 
 
-@triton.jit(do_not_specialize=["rows", "segments", "ring"])
+@triton.jit(
+    do_not_specialize=["rows", "segments", "ring"], do_not_specialize_on_alignment=INDEX_POINTERS
+)
 def _inputs(
     p_proj: tl.tensor,
     p_weight: tl.tensor,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.batch import RaggedBatch
-from kernels.gdn.triton_inputs import GdnInputs
+from kernels.gdn.triton_inputs import INDEX_POINTERS, GdnInputs
 from kernels.gdn.types import GdnState
 
 # Elements of a state that one warp holds: 64 registers a thread. One warp, so that no sum over Dk
@@ -42,7 +42,9 @@ def runs_chunked(
     return allowed & plain & (pending == 0) & (tail == 0)
 
 
-@triton.jit(do_not_specialize=["rows", "ring", "prefills"])
+@triton.jit(
+    do_not_specialize=["rows", "ring", "prefills"], do_not_specialize_on_alignment=INDEX_POINTERS
+)
 def _step(
     p_q: tl.tensor,
     p_k: tl.tensor,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from kernels.attention.types import AttentionParams, KvPages
 from kernels.batch import RaggedBatch
 from kernels.gdn.types import GdnParams, GdnState
+
+Record = TypeVar("Record", GdnParams, GdnState, RaggedBatch)
 
 DRAFTS = 3
 PAGE = 64
@@ -108,6 +111,12 @@ def gdn_state(params: GdnParams, slots: int, seed: int = 1) -> GdnState:
 
 def clone_state(state: GdnState) -> GdnState:
     return GdnState(*(getattr(state, field).clone() for field in state.__slots__))
+
+
+def moved(record: Record, device: torch.device) -> Record:
+    """A copy whose tensors are on the device."""
+    values = {f.name: getattr(record, f.name) for f in fields(record)}
+    return replace(record, **{n: x.to(device) for n, x in values.items() if isinstance(x, Tensor)})
 
 
 def gdn_proj(params: GdnParams, rows: int, seed: int = 2) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import TypeVar
 
 import pytest
 import torch
@@ -24,21 +23,13 @@ from tests.kernels.scenes import Rows, clone_state
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
-Record = TypeVar("Record", GdnParams, GdnState, RaggedBatch)
-
-
-def moved(record: Record) -> Record:
-    """On the device of the tests."""
-    values = {f.name: getattr(record, f.name) for f in fields(record)}
-    return replace(record, **{n: x.to(DEVICE) for n, x in values.items() if isinstance(x, Tensor)})
-
 
 def make_params(*geometry: int) -> GdnParams:
-    return moved(scenes.gdn_params(*geometry))
+    return scenes.moved(scenes.gdn_params(*geometry), DEVICE)
 
 
 def make_state(params: GdnParams, slots: int) -> GdnState:
-    return moved(scenes.gdn_state(params, slots))
+    return scenes.moved(scenes.gdn_state(params, slots), DEVICE)
 
 
 def make_proj(params: GdnParams, rows: int, seed: int = 2) -> Tensor:
@@ -46,7 +37,7 @@ def make_proj(params: GdnParams, rows: int, seed: int = 2) -> Tensor:
 
 
 def make_batch(*rows: Rows) -> RaggedBatch:
-    return moved(scenes.make_batch(list(rows)))
+    return scenes.moved(scenes.make_batch(list(rows)), DEVICE)
 
 
 def check(params: GdnParams, dtype: torch.dtype, *rows: Rows) -> None:
