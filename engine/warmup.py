@@ -73,7 +73,9 @@ class _Steps:
             # What is pending is run by the next step.
             self._model.forward([self._decode(slot, 1) for slot in self.slots])
         self._model.forward([self._decode(0, rows), *(self._decode(s, 1) for s in self.slots[1:])])
-        self._model.accept([Verified(0, rows, 1)])
+        self._model.accept([Verified(0, rows, rows)])
+        # Checkpoints and watchdogs run what is pending without rows of a step.
+        self._model.fold([0])
 
     def draft(self) -> None:
         """Rows are remembered, then the head takes them over and drafts, together and alone."""
