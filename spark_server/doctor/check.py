@@ -56,13 +56,18 @@ def fail(name: str, found: str, way_out: str) -> Check:
     return Check(name, Status.FAIL, found, way_out)
 
 
+def of_error(name: str, error: SparkError) -> Check:
+    """An error of ours says what is wrong, then, behind the last semicolon, what to do."""
+    text, _, way = str(error).rpartition("; ")
+    return fail(name, text or way, way if text else "see the message")
+
+
 def guarded(name: str, checks: Callable[[], Iterable[Check]]) -> Iterator[Check]:
     """What a group of checks finds; one that raises is a line of its own and ends the group."""
     try:
         yield from checks()
     except SparkError as error:
-        text, _, way = str(error).rpartition("; ")
-        yield fail(name, text or way, way if text else "see the message")
+        yield of_error(name, error)
     except ImportError as error:
         yield fail(name, f"{type(error).__name__}: {error}", INSTALL)
     except Exception as error:

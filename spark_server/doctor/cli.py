@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import SparkError
 from spark_server.doctor import machine
-from spark_server.doctor.check import Check, Status, fail, guarded
+from spark_server.doctor.check import Check, Status, guarded, of_error
 
 if TYPE_CHECKING:  # a missing package must not keep the doctor from saying so
     from spark_server.settings import Settings
@@ -94,7 +94,7 @@ def _of_model(settings: Settings) -> Iterator[Check]:
         memory = settings.memory
         config, _ = finish_config(config, memory.gpu_memory_utilization, memory.host_reserve)
     except SparkError as error:
-        yield fail("device", str(error), "run again when the lines above are ok")
+        yield of_error("device", error)
         return
     from spark_server.doctor import operators
 

@@ -351,6 +351,16 @@ def test_lines_on_operators() -> None:
         assert found.found == "other bits with 2 sequences, 5 sequences"
 
 
+def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert cli.main(["--device", "cuda", "--port", "0", "--json"]) == 1
+    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert found["device"]["found"] == "--device cuda: torch finds no GPU here"
+    assert found["device"]["way_out"].endswith("use --device cpu")
+    assert found["weights"]["status"] == "ok"
+
+
 def test_a_model_that_is_not_there_leaves_the_other_lines(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
