@@ -26,7 +26,7 @@ def warm_up(
     """
     steps, counted = _Steps(model, config, drafts), model.states.bytes_moved
     steps.prompts()
-    for depth in range(1, steps.drafts + 1):
+    for depth in steps.depths:
         steps.verify(depth)
     if steps.drafts:
         steps.draft()
@@ -46,6 +46,9 @@ class _Steps:
         self._model = model
         # Room behind the prompt for a verify and its drafts.
         self.drafts = min(drafts, (config.max_seq_len - 4) // 2)
+        # numba compiles for types alone; Triton also for what rows and widths divide by.
+        self._shapes_matter = model.device.type != "cpu"
+        self.depths = range(1 if self._shapes_matter else max(1, self.drafts), self.drafts + 1)
         self._start = min(GRID, config.max_seq_len - 2 * self.drafts - 2)
         self._long = min(2 * GRID + 1, config.max_prefill_tokens, config.max_seq_len - 1)
         blocks = -(-config.max_seq_len // GRID)
@@ -54,13 +57,14 @@ class _Steps:
     def prompts(self) -> None:
         """One row, a chunk and several, alone and beside a decode; a replay; plain rows."""
         run = self._model.forward
-        lengths = sorted({1, self._start, self._long})
-        for rows in lengths:
+        for rows in sorted({1, self._start}):
             run([self._segment(0, 0, rows, RowPhase.PREFILL)])
-        run([self._segment(slot, 0, self._start, RowPhase.PREFILL) for slot in self.slots])
-        if len(self.slots) > 1:
-            run([self._decode(1, 1), self._segment(0, 0, self._start, RowPhase.PREFILL)])
-        run([self._segment(0, 1, self._start - 1, RowPhase.REPLAY)])
+        if self._shapes_matter:
+            run([self._segment(0, 0, self._long, RowPhase.PREFILL)])
+            run([self._segment(slot, 0, self._start, RowPhase.PREFILL) for slot in self.slots])
+            if len(self.slots) > 1:
+                run([self._decode(1, 1), self._segment(0, 0, self._start, RowPhase.PREFILL)])
+        run([self._segment(0, 1, min(3, self._start - 1), RowPhase.REPLAY)])
         for count in range(1, len(self.slots) + 1):
             run([self._decode(slot, 1) for slot in range(count)])
 
@@ -87,7 +91,7 @@ class _Steps:
         model.remember(PlainRows(slots, positions, None, [0] * count), hidden)
         model.remember(PlainRows(slots, positions + 1, slots, [0] * count), hidden)
         behind = start + 2
-        for drafts in range(1, self.drafts + 1):
+        for drafts in self.depths:
             model.draft([self._rows(0, behind, drafts)], hidden)
             behind += 1
         for slot in self.slots[1:]:
@@ -108,7 +112,7 @@ class _Steps:
                 model.fold([0])
                 kept.save(0, 0)
                 kept.load(0, 0)
-        for wanted in range(1, rows + 1) if self.drafts else ():
+        for wanted in sorted({1, *self.depths, rows}) if self.drafts else ():
             verified = Verified(0, rows, rows)
             model.forward([self._decode(0, rows)])
             model.accept([verified])
@@ -121,7 +125,7 @@ class _Steps:
         if len(self.slots) < 2:
             return
         ring = self._model.states.ring_slots
-        for pending in range(self.drafts + 1 if ring > 2 else 1):
+        for pending in (0, *self.depths) if ring > 2 else (0,):
             self._model.states.pending[1] = pending
             self._model.move_slot(1, 0)
 
