@@ -24,11 +24,15 @@ from engine.config import EngineConfig
 from engine.model.hybrid import HybridModel
 from engine.model.load import load_network
 from engine.pools.allocate import allocate_pools
+from engine.pools.buffers import StepBuffers
+from engine.pools.snapshots import StateSnapshots
 from engine.request import SamplingParams
+from engine.reserve.graphs import graph_buckets
 from engine.reserve.ssm_reserve import SpeculationPolicy, SsmRollbackMode
 from engine.runner import DraftRows, PlainRows, RowPhase, Segment, Verified
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import SamplingRow, SamplingState
+from engine.warmup import warm_up
 from engine.weights.model_config import load_config
 from kernels.ops import Ops, naive_ops
 from tests.engine.tiny_weights import VOCAB, Tensors, text_config, write
@@ -242,6 +246,38 @@ def test_drafting_waits_once_for_all_drafts(
     assert [len(p.tokens) for p in proposals] == [*drafts, 0]
     assert fetches.count == 1
     assert (copies.down, copies.reads) == (0, [])
+
+
+@pytest.mark.parametrize("step", ["decode", "verify"])
+def test_a_replayed_step_copies_once_and_waits_for_nothing(folder: Path, step: str) -> None:
+    model = on_a_card(folder, SsmRollbackMode.CARRY)
+    config = EngineConfig(str(folder), device="meta", max_batch_size=4, max_seq_len=128)
+    buffers = StepBuffers(model.config, config, 16, torch.bfloat16, CARD)
+    replays: list[int] = []
+
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return lambda: replays.append(1)
+
+    model.capture(graph_buckets(4, 3, 16), buffers, capture)
+    with counted() as copies:
+        result = model.forward(STEPS[step])
+    rows = sum(len(s.token_ids) for s in STEPS[step])
+    assert (result.logits.shape[0], result.hidden.shape[0]) == (rows, rows)
+    assert (len(replays), copies.up, copies.down, copies.reads) == (1, 1, 0, [])
+
+
+@pytest.mark.parametrize("mode", list(SsmRollbackMode))
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_warm_up_of_a_card_waits_for_drafts_only(
+    folder: Path, mode: SsmRollbackMode, drafts: int, fetches: Fetches
+) -> None:
+    model = on_a_card(folder, mode)
+    config = EngineConfig(str(folder), device="meta", max_batch_size=4, max_seq_len=128)
+    with counted() as copies:
+        warm_up(model, config, drafts, StateSnapshots(model.states, 4))
+    assert (copies.down, copies.reads) == (0, [])
+    assert fetches.count == (drafts + 2 if drafts else 0)
 
 
 def test_moving_a_sequence_waits_for_nothing(folder: Path, fetches: Fetches) -> None:
