@@ -197,13 +197,10 @@ class Snapshot(_Checkpointed):
         if wanted == verified.emitted:
             snapshots.save(slot, place)
             return
-        behind = states.first_place[slot] + wanted - 1
+        depth = states.snapshot_conv.shape[2]
         snapshots.put(
-            (
-                states.snapshot_h[:, behind : behind + 1],
-                states.snapshot_conv[:, slot, wanted - 1 : wanted],
-            ),
-            0,
+            (states.snapshot_h, states.first_place[slot] + wanted - 1),
+            (states.snapshot_conv.flatten(1, 2), slot * depth + wanted - 1),
             place,
         )
 

@@ -5,8 +5,6 @@ Knows neither why a state is kept nor which tokens led to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from engine.errors import InvariantError
@@ -58,12 +56,19 @@ class StateSnapshots:
             raise InvariantError(
                 f"slot {slot} has {states.pending[slot]} pending rows and cannot be copied"
             )
-        self.put((states.h, states.conv), slot, place)
+        self.put((states.h, slot), (states.conv, slot), place)
 
-    def put(self, state: Sequence[Tensor], row: int, place: int) -> None:
-        """Copy row `row` of (h, conv), each [layers, rows, ...] as the pool's, to `place`."""
+    def put(self, h: tuple[Tensor, int], conv: tuple[Tensor, int], place: int) -> None:
+        """Copy a state to `place` from rows of tensors of the pool's kind: (tensor, row) of each.
+
+        h: [layers, rows, Hv, Dk, Dv], conv: [layers, rows, conv_dim, kernel].
+        """
         states = self._states
-        states.copy(state, (self.h, self.conv), [row], [place])
+        if h[1] == conv[1]:
+            states.copy((h[0], conv[0]), (self.h, self.conv), [h[1]], [place])
+        else:
+            states.copy((h[0],), (self.h,), [h[1]], [place])
+            states.copy((conv[0],), (self.conv,), [conv[1]], [place])
         states.bytes_moved += 2 * states.blob_bytes
 
     def load(self, place: int, slot: int) -> None:

@@ -16,6 +16,10 @@ from engine.scheduler.sequence import Phase, Sequence
 # waits for it, so a large request waits at most for this many small ones beside what runs already.
 MAX_BYPASSES = 16
 
+# How many requests that do not fit as they are may be looked up in the prefix cache per step: what
+# they share with running sequences might make them fit.
+MAX_LOOKUPS = 4
+
 # KV blocks that must stay free at an admission, so that it does not preempt at the very next step.
 ADMISSION_HEADROOM_BLOCKS = 1
 
@@ -50,7 +54,7 @@ class Admission:
         admitted: list[Sequence] = []
         restores: list[Restore] = []
         passed_over: list[Sequence] = []
-        ahead, next_running = 0, 0
+        ahead, next_running, lookups = 0, 0, MAX_LOOKUPS
         for sequence in self._waiting.window():
             if self._holdings.slots.free == 0 or self._holdings.blocks.available == 0:
                 break
@@ -60,7 +64,11 @@ class Admission:
             rows = sequence.rows_to_resume
             if self._row_budget - ahead < min(rows, GRID):
                 break
-            if self._fits(sequence):
+            fits = self._fits(sequence)
+            if not fits and lookups and self._reuse is not None:
+                lookups -= 1
+                fits = self._fits(sequence, self._shared(sequence, self._reuse))
+            if fits:
                 restore = self._start(sequence)
                 if restore is not None:
                     restores.append(restore)
@@ -76,20 +84,18 @@ class Admission:
                 passed_over.append(sequence)
         return admitted, restores
 
-    def _fits(self, sequence: Sequence) -> bool:
-        """Whether the blocks for all known tokens plus headroom can be had."""
+    def _fits(self, sequence: Sequence, shared: int = 0) -> bool:
+        """Whether blocks for all known tokens plus headroom can be had, beside `shared` ones."""
         # No headroom beyond the longest output, or a request as large as the pool would never fit.
         need = min(
             sequence.blocks_to_admit() + ADMISSION_HEADROOM_BLOCKS, sequence.blocks_at_most()
         )
-        blocks = self._holdings.blocks
-        if blocks.available >= need:
-            return True
-        if self._reuse is None:
-            return False
-        # What it shares with running sequences costs nothing; what is idle counts as available.
-        path = self._reuse.lookup(sequence).path
-        return blocks.available >= need - sum(blocks.holders(node.block) > 1 for node in path)
+        return self._holdings.blocks.available >= need - shared
+
+    def _shared(self, sequence: Sequence, reuse: PrefixReuse) -> int:
+        """Blocks that it would share with running sequences; idle ones count as available."""
+        holders = self._holdings.blocks.holders
+        return sum(holders(node.block) > 1 for node in reuse.lookup(sequence).path)
 
     def _start(self, sequence: Sequence) -> Restore | None:
         """The sequence takes a slot and blocks and starts with its prompt, or behind a prefix."""

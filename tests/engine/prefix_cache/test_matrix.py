@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.cache_matrix import (
@@ -58,6 +60,27 @@ def test_same_bits(cell: Cell, works: dict[str, Work], alone: dict[str, dict[int
     if cell.pressure is not RANDOM:
         assert found.stats.hits > 0
         assert sum(found.cached.values()) == found.stats.hit_tokens
+
+
+@pytest.mark.parametrize("mode", [CARRY, SNAPSHOT])
+def test_drafts_behind_a_hit_come_true_as_often(mode: SsmRollbackMode) -> None:
+    core, made = make_core(Cell(True, mode, "lengths")), Workloads(lengths=(120, 193, 200))
+    counts = []
+    for (first,), (second,) in zip(*[iter(made.by_length().waves)] * 2, strict=True):
+        found = []
+        for request in (first, second):
+            params = replace(request.sampling, max_tokens=60, temperature=0.0)
+            core.add(replace(request, sampling=params))
+            stats = None
+            while core.has_work():
+                for delta in core.step():
+                    stats = delta.stats or stats
+            assert stats is not None
+            found.append(stats)
+        assert found[1].cached_tokens >= found[0].cached_tokens + 64
+        counts += [(s.drafted_per_position, s.accepted_per_position) for s in found]
+    assert counts[::2] == counts[1::2]
+    assert sum(sum(accepted) for _, accepted in counts) > 100
 
 
 def test_prompts_in_another_form_reuse_prompts_only_and_stay_the_same() -> None:

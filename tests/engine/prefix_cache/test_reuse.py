@@ -116,6 +116,19 @@ def test_prompts_that_come_together_share_what_is_there_when_they_start() -> Non
         assert last.cached_tokens == 128
 
 
+@pytest.mark.parametrize(("salt", "together"), [(0, True), (1, False)])
+def test_what_is_shared_with_a_running_sequence_needs_no_room(salt: int, together: bool) -> None:
+    engine = cached(blocks=8)
+    engine.core.add(ask(1, prompt(300), 40))
+    while not engine.core.scheduler.decoding():
+        engine.step()
+    engine.core.add(ask(2, prompt(300, salt), 4))
+    engine.step()
+    assert (engine.core.stats().running == 2) is together
+    engine.finish()
+    assert engine.tokens(2) == without(ask(2, prompt(300, salt), 4))
+
+
 def chat(engine: Engine, *, one_form: bool) -> list[int]:
     """Three turns of one chat; returns the cached tokens of each."""
     text: list[int] = prompt(100)
