@@ -153,6 +153,6 @@ def _context_is_lost(options: Options) -> bool:
         return False
     try:
         torch.cuda.synchronize()
-    except RuntimeError:
+    except Exception:
         return True
     return False
