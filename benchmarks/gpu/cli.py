@@ -105,16 +105,29 @@ def all_stages(smoke: bool) -> list[Stage]:
 
 def compile_stages(options: Options) -> list[Stage]:
     """Every kernel compiled for a card that is not here: the small cases, then those of a card."""
-    from benchmarks.gpu import ahead, stage_kernels
+    from benchmarks.gpu import ahead, ahead_engine, stage_kernels
     from benchmarks.gpu.runner import Stage
+    from engine.reserve.ssm_reserve import SsmRollbackMode
     from kernels.cases import CaseSize
 
     sizes = (CaseSize.SMOKE,) if options.smoke else (CaseSize.SMOKE, CaseSize.CARD)
-    return [
-        Stage(f"{name}-{size.value}", options.seconds, partial(ahead.run, name, size), True)
+    seconds = options.seconds
+    operators = [
+        Stage(f"{name}-{size.value}", seconds, partial(ahead.run, name, size), together=True)
         for size in sizes
         for name in stage_kernels.operators()
     ]
+    # One after another: they hold gigabytes.
+    engines = [
+        Stage(
+            f"engine-{name}-{ahead_engine.spelled(mode)}",
+            seconds,
+            partial(ahead_engine.run, name, mode),
+        )
+        for name in (() if options.smoke else (SMALL, LARGE))
+        for mode in (None, *SsmRollbackMode)
+    ]
+    return [*operators, *engines]
 
 
 def parse(argv: Sequence[str] | None) -> Options:

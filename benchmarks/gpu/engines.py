@@ -8,10 +8,11 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -97,12 +98,13 @@ def engine_config(options: Options, width: int, length: int, dtype: str) -> Engi
 
 
 @contextmanager
-def built(name: str, config: EngineConfig) -> Iterator[BuiltEngine]:
-    """An engine of random weights in the shapes of a geometry; its memory is free afterwards."""
+def built(model: str | Mapping[str, Any], config: EngineConfig) -> Iterator[BuiltEngine]:
+    """An engine of random weights in the shapes of a geometry, by name or as a config.json."""
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
-        path.write_text(json.dumps(geometry(name)), encoding="utf-8")
+        shapes = geometry(model) if isinstance(model, str) else model
+        path.write_text(json.dumps(shapes), encoding="utf-8")
         yield build_engine(
             replace(config, model_dir=folder),
             lambda phase, seconds, detail="": None,

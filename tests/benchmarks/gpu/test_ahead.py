@@ -5,7 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+import torch
+
 from benchmarks.gpu.ahead import shared_limit
+from benchmarks.gpu.ahead_engine import ZeroFilled, narrowed
+from benchmarks.gpu.geometries import LARGE, SMALL, geometry
+from engine.reserve.parameters import tensors_of_config
+from engine.weights.model_config import parse_config
 from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -71,3 +78,31 @@ def test_an_operator_is_compiled_for_an_h200(tmp_path: Path) -> None:
 
 def test_a_card_without_an_entry_gets_the_smallest_limit() -> None:
     assert shared_limit(121) == shared_limit(89) == 99 * 1024
+
+
+@pytest.mark.parametrize("name", [SMALL, LARGE])
+def test_a_narrowed_model_keeps_what_kernels_are_compiled_for(name: str) -> None:
+    small, full = parse_config(narrowed(geometry(name))), parse_config(geometry(name))
+    kept = (
+        "hidden_size",
+        "head_dim",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "rotary_dim",
+        "mtp_layers",
+    )
+    assert [getattr(small, key) for key in kept] == [getattr(full, key) for key in kept]
+    assert (small.gdn_layers, small.attention_layers) == (3, 1)
+    assert sum(t.elements for t in tensors_of_config(small)) < 8e8
+
+
+def test_empty_memory_is_zero() -> None:
+    like = torch.ones(3, dtype=torch.int64)
+    with ZeroFilled():
+        made = [torch.empty(3, dtype=torch.int64), torch.empty_like(like), like.new_empty(2)]
+    assert not any(tensor.any() for tensor in made)
+    assert [tensor.dtype for tensor in made] == [torch.int64] * 3
