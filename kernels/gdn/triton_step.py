@@ -17,10 +17,10 @@ from kernels.gdn.types import GdnState
 # crosses a barrier: a row costs about 400 issue slots, and on paper the rows of a verify stay
 # below the time that the state takes to move.
 TILE = 2048
-# Compiled for sm_90 at 128 x 128 the kernel takes 203 registers when left alone, 161 under this
-# bound (128 spills): 12 warps on an SM with 8 KiB of reads in flight each, three times what hides
+# Compiled for sm_90 at 128 x 128 the kernel takes 215 registers when left alone, 179 under this
+# bound (168 spills): 11 warps on an SM with 8 KiB of reads in flight each, three times what hides
 # the latency of 4.3 TB/s.
-REGISTERS = 168
+REGISTERS = 184
 
 
 def step_columns(dk: int, dv: int) -> int:
@@ -40,6 +40,34 @@ def runs_chunked(
     allowed = tl.load(p_chunked + segment) != 0
     plain = tl.load(p_snapshots + segment) < 0
     return allowed & plain & (pending == 0) & (tail == 0)
+
+
+@triton.jit
+def _place(i: tl.tensor, pending: tl.tensor, ring: tl.tensor, first: tl.tensor) -> tl.tensor:
+    """Where row i of a sequence lies, counted from its first pending row."""
+    return tl.where(i < pending, ring + i, first + i - pending)
+
+
+@triton.jit
+def _row(
+    p_q: tl.tensor,
+    p_k: tl.tensor,
+    p_v: tl.tensor,
+    p_gates: tl.tensor,
+    n: tl.tensor,
+    head: tl.tensor,
+    o_k: tl.tensor,
+    o_v: tl.tensor,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+) -> tl.tensor:
+    """q, k, v, g and beta of one row."""
+    o_qk = (n * HK + head // (HV // HK)) * DK + o_k
+    p_gate = p_gates + n * (2 * HV) + head
+    b_v = tl.load(p_v + (n * HV + head) * DV + o_v)
+    return tl.load(p_q + o_qk), tl.load(p_k + o_qk), b_v, tl.load(p_gate), tl.load(p_gate + HV)
 
 
 @triton.jit(
@@ -96,30 +124,31 @@ def _step(
     b_h = tl.load(p_state, mask=m_stored, other=0.0).to(tl.float32)
     if kept == 0:
         tl.store(p_state, b_h, mask=m_state)
-    for i in range((pending + own).to(tl.int32)):
+    total = (pending + own).to(tl.int32)
+    # A row's inputs are read while the row before runs: the rows of a verify wait for the memory
+    # once, not once each.
+    n = _place(0, pending, rows + segment * ring, first)
+    b_q, b_k, b_v, b_g, b_beta = _row(p_q, p_k, p_v, p_gates, n, head, o_k, o_v, HK, HV, DK, DV)
+    for i in range(total):
         # A run-time loop: one body, so the same contractions for every row of every mode.
-        n = tl.where(i < pending, rows + segment * ring + i, first + i - pending)
-        o_qk = (n * HK + head // (HV // HK)) * DK + o_k
-        b_q = tl.load(p_q + o_qk)
-        b_k = tl.load(p_k + o_qk)
-        p_row = p_v + (n * HV + head) * DV + o_v
-        b_v = tl.load(p_row)
-        p_gate = p_gates + n * (2 * HV) + head
-        b_decay = tl.exp(tl.load(p_gate))
-        b_beta = tl.load(p_gate + HV)
-        b_h = b_h * b_decay
+        after = _place(tl.minimum(i + 1, total - 1), pending, rows + segment * ring, first)
+        b_q1, b_k1, b_v1, b_g1, b_beta1 = _row(
+            p_q, p_k, p_v, p_gates, after, head, o_k, o_v, HK, HV, DK, DV
+        )
+        b_h = b_h * tl.exp(b_g)
         b_read = tl.sum(b_h * b_k[:, None], 0)
         b_u = b_beta * (b_v - b_read)
         b_h = b_h + b_k[:, None] * b_u[None, :]
         b_out = tl.sum(b_h * b_q[:, None], 0)
         if i >= pending:
-            tl.store(p_row, b_out)
+            tl.store(p_v + (n * HV + head) * DV + o_v, b_out)
         if i == kept - 1:
             tl.store(p_state, b_h, mask=m_state)
         t = i - pending
         if (snapshot >= 0) & (t >= 0) & (t < own - 1):
             p_after = p_snapshot_h + (snapshot + t) * stride_snapshot + o_state
             tl.store(p_after, b_h, mask=m_state)
+        n, b_q, b_k, b_v, b_g, b_beta = after, b_q1, b_k1, b_v1, b_g1, b_beta1
 
 
 def recurrent_step(inputs: GdnInputs, state: GdnState, batch: RaggedBatch) -> None:
