@@ -40,6 +40,7 @@ class EngineConfig:
         watchdogs: look for output that repeats itself, and steer it back or stop it.
         decode_ring_slots: snapshots of each sequence to roll back to, None to take what fits.
         decode_ring_override: ATLAS_SSM_DECODE_RING, see `reserve.decode_ring`.
+        h_f16_pool: recurrent h states are stored in float16.
     """
 
     model_dir: str
@@ -64,3 +65,4 @@ class EngineConfig:
     watchdogs: bool = False
     decode_ring_slots: int | None = None
     decode_ring_override: str | None = None
+    h_f16_pool: bool = False

@@ -79,6 +79,7 @@ def engine_config(settings: Settings, folder: str) -> tuple[EngineConfig, list[s
         prefix_caching=cache.active,
         snapshot_slots=snapshots.slots,
         prefix_cache_exact=cache.prefix_cache_exact,
+        h_f16_pool=settings.memory.ssm_h_dtype == "f16-pool",
         watchdogs=settings.watchdogs.enabled,
         decode_ring_slots=settings.watchdogs.ssm_decode_ring_slots,
         decode_ring_override=settings.watchdogs.ssm_decode_ring,

@@ -74,7 +74,7 @@ def allocate_pools(
     `ring_slots` is the depth of the decode-rollback ring, whatever `config` asks for.
     """
     device = torch.device(config.device)
-    slots, verify = pool_shapes(model, config.max_batch_size, policy)
+    slots, verify = pool_shapes(model, config.max_batch_size, policy, h_f16=config.h_f16_pool)
     speculates = policy.num_drafts > 0
     pages = kv_pool_shapes(model, kv_blocks, with_mtp=speculates)
     log = drafter_log_shape(model, config.max_batch_size) if speculates else (0, 0, 0)
@@ -96,7 +96,7 @@ def allocate_pools(
 
 
 def pool_shapes(
-    model: ModelConfig, max_batch_size: int, policy: SpeculationPolicy
+    model: ModelConfig, max_batch_size: int, policy: SpeculationPolicy, *, h_f16: bool = False
 ) -> tuple[StatePoolShapes, VerifyPoolShapes]:
     """Shapes of the recurrent state and of what the rollback mode needs beside it.
 
@@ -107,14 +107,21 @@ def pool_shapes(
     match policy.rollback:
         case SsmRollbackMode.CARRY:
             return (
-                state_pool_shapes(model, max_batch_size, ring_slots=slots, drafts=drafts),
+                state_pool_shapes(
+                    model, max_batch_size, ring_slots=slots, drafts=drafts, h_f16=h_f16
+                ),
                 verify_pool_shapes(model, 0),
             )
         case SsmRollbackMode.REPLAY:
             width = model.conv_dim + model.value_dim
             return (
                 state_pool_shapes(
-                    model, max_batch_size, ring_slots=slots, drafts=drafts, ring_width=width
+                    model,
+                    max_batch_size,
+                    ring_slots=slots,
+                    drafts=drafts,
+                    ring_width=width,
+                    h_f16=h_f16,
                 ),
                 verify_pool_shapes(model, slots),
             )
@@ -132,7 +139,7 @@ def pool_shapes(
             ]
             intermediates = tuple(depths) if slots else ()
             return (
-                state_pool_shapes(model, max_batch_size),
+                state_pool_shapes(model, max_batch_size, h_f16=h_f16),
                 verify_pool_shapes(model, slots, intermediates=intermediates, drafts=drafts),
             )
 
@@ -146,6 +153,7 @@ def pool_terms(
     terms = allocated_terms(
         config,
         state_bytes=states.nbytes,
+        stage_bytes=0 if states.stage is None else states.stage.nbytes,
         ring_bytes=states.ring_bytes if carry else 0,
         ring_slots=states.ring_slots if carry else 0,
         kv_bytes=kv.nbytes,

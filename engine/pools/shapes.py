@@ -9,31 +9,48 @@ from engine.config import GRID
 from engine.weights.model_config import ModelConfig
 
 FLOAT32_BYTES = 4
+FLOAT16_BYTES = 2
 # Hidden states remembered per slot while a sequence does not speculate; what its drafter sees then.
 LOG_ROWS = GRID
 
 
 @dataclass(frozen=True, slots=True)
 class StatePoolShapes:
-    """Float32 tensors of the recurrent state; the last slot of each is a dummy for padding.
+    """Tensors of the recurrent state; the last slot of each is a dummy for padding.
+
+    All are float32, but for h under f16-pool, which is float16.
 
     Attributes:
         h: [layers, slots + 1, Hv, Dk, Dv].
         conv: [layers, slots + 1, conv_dim, kernel].
         ring_inputs: [layers, ring slots, drafts, conv_dim] rows not yet folded into h (carry).
         ring_gates: [layers, ring slots, drafts, 2, Hv].
+        stage: [slots + 1, Hv, Dk, Dv] one layer's h in float32, only under f16-pool.
+        h_f16: whether it is.
     """
 
     h: tuple[int, ...]
     conv: tuple[int, ...]
     ring_inputs: tuple[int, ...]
     ring_gates: tuple[int, ...]
+    stage: tuple[int, ...] = (0,)
+    h_f16: bool = False
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all four."""
-        shapes = (self.h, self.conv, self.ring_inputs, self.ring_gates)
-        return sum(math.prod(shape) for shape in shapes) * FLOAT32_BYTES
+    def state_bytes(self) -> int:
+        """Bytes of h and conv."""
+        element = FLOAT16_BYTES if self.h_f16 else FLOAT32_BYTES
+        return math.prod(self.h) * element + math.prod(self.conv) * FLOAT32_BYTES
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring."""
+        return (math.prod(self.ring_inputs) + math.prod(self.ring_gates)) * FLOAT32_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of the stage."""
+        return math.prod(self.stage) * FLOAT32_BYTES
 
 
 def state_pool_shapes(
@@ -43,6 +60,7 @@ def state_pool_shapes(
     ring_slots: int = 0,
     drafts: int = 0,
     ring_width: int | None = None,
+    h_f16: bool = False,
 ) -> StatePoolShapes:
     """For `slots` sequences and a dummy; `ring_slots` counts its own dummy, 0 for no ring.
 
@@ -50,17 +68,22 @@ def state_pool_shapes(
     """
     layers, heads = config.gdn_layers, config.linear_num_value_heads
     width = config.conv_dim if ring_width is None else ring_width
+    one = (slots + 1, heads, config.linear_key_head_dim, config.linear_value_head_dim)
     return StatePoolShapes(
-        h=(layers, slots + 1, heads, config.linear_key_head_dim, config.linear_value_head_dim),
+        h=(layers, *one),
         conv=(layers, slots + 1, config.conv_dim, config.linear_conv_kernel_dim),
         ring_inputs=(layers, ring_slots, drafts, width),
         ring_gates=(layers, ring_slots, drafts, 2, heads),
+        stage=one if h_f16 and layers else (0,),
+        h_f16=h_f16,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyPoolShapes:
-    """Float32 tensors that snapshot and replay mode need beside the state pool; all empty in carry.
+    """Tensors that snapshot and replay mode need beside the state pool; all empty in carry.
+
+    Those of h have the type that it has in the state pool, the others are float32.
 
     Attributes:
         checkpoint_h, checkpoint_conv: the state before a verify, by covered slot and dummy.
@@ -74,12 +97,6 @@ class VerifyPoolShapes:
     snapshot_h: tuple[int, ...]
     snapshot_conv: tuple[int, ...]
     first_place: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all four."""
-        shapes = (self.checkpoint_h, self.checkpoint_conv, self.snapshot_h, self.snapshot_conv)
-        return sum(math.prod(shape) for shape in shapes) * FLOAT32_BYTES
 
 
 def verify_pool_shapes(

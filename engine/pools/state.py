@@ -20,11 +20,12 @@ class SsmStatePool:
     """State tensors of `slots` sequences and a dummy slot, the last, for padding.
 
     Attributes:
-        h: [layers, slots + 1, Hv, Dk, Dv] float32.
+        h: [layers, slots + 1, Hv, Dk, Dv] float32, or float16 under f16-pool.
         conv: [layers, slots + 1, conv_dim, kernel] float32, newest input last.
         ring_inputs: [layers, ring slots, drafts, width], ring_gates: [.., drafts, 2, Hv].
         checkpoint_h, checkpoint_conv, snapshot_h, snapshot_conv: see VerifyPoolShapes.
         first_place: of each covered slot in snapshot_h.
+        stage: [slots + 1, Hv, Dk, Dv] float32 that every layer runs its rows in, under f16-pool.
         pending: [slots + 1] rows in each slot's ring that are accepted but not yet folded into h.
         bytes_moved: of state read and written so far, by every operation on it.
     """
@@ -36,16 +37,18 @@ class SsmStatePool:
         device: torch.device,
         move_rows: MoveRows = naive_move_rows,
     ) -> None:
-        def zeros(shape: tuple[int, ...]) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float32, device=device)
+        def zeros(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.h = zeros(shapes.h)
+        h = torch.float16 if shapes.h_f16 else torch.float32
+        self.h = zeros(shapes.h, h)
+        self.stage = zeros(shapes.stage) if shapes.h_f16 else None
         self.conv = zeros(shapes.conv)
         self.ring_inputs = zeros(shapes.ring_inputs)
         self.ring_gates = zeros(shapes.ring_gates)
-        self.checkpoint_h = zeros(verify.checkpoint_h)
+        self.checkpoint_h = zeros(verify.checkpoint_h, h)
         self.checkpoint_conv = zeros(verify.checkpoint_conv)
-        self.snapshot_h = zeros(verify.snapshot_h)
+        self.snapshot_h = zeros(verify.snapshot_h, h)
         self.snapshot_conv = zeros(verify.snapshot_conv)
         self.first_place = verify.first_place
         self.pending: npt.NDArray[np.int64] = np.zeros(shapes.h[1], np.int64)
@@ -61,12 +64,13 @@ class SsmStatePool:
             self.ring_gates[index],
             self.snapshot_h[index],
             self.snapshot_conv[index],
+            self.stage,
         )
 
     @property
     def h_bytes(self) -> int:
         """Bytes of one slot's h over all layers."""
-        return self.h[:, 0].numel() * FLOAT32_BYTES
+        return self.h[:, 0].numel() * self.h.element_size()
 
     @property
     def conv_bytes(self) -> int:
@@ -130,7 +134,7 @@ class SsmStatePool:
     @property
     def nbytes(self) -> int:
         """Bytes of h and conv, dummy slot included."""
-        return (self.h.numel() + self.conv.numel()) * FLOAT32_BYTES
+        return self.h.nbytes + self.conv.nbytes
 
     @property
     def ring_bytes(self) -> int:
@@ -146,4 +150,4 @@ class SsmStatePool:
             self.snapshot_h,
             self.snapshot_conv,
         )
-        return sum(t.numel() for t in tensors) * FLOAT32_BYTES
+        return sum(t.nbytes for t in tensors)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from engine.config import GRID, EngineConfig
 from engine.errors import ConfigError
-from engine.pools.shapes import FLOAT32_BYTES, LOG_ROWS
+from engine.pools.shapes import FLOAT16_BYTES, FLOAT32_BYTES, LOG_ROWS
 from engine.reserve import graphs as g
 from engine.reserve import terms as t
 from engine.reserve import verify_terms as v
@@ -74,7 +74,12 @@ class _Numbers:
 
     @property
     def blob(self) -> str:
-        return f"{self.model.gdn_layers} * ({self.h} + {self.conv}) * {FLOAT32_BYTES}"
+        h, conv = f"{self.h} * {self.h_width}", f"{self.conv} * {FLOAT32_BYTES}"
+        return f"{self.model.gdn_layers} * ({h} + {conv})"
+
+    @property
+    def h_width(self) -> int:
+        return FLOAT16_BYTES if self.config.h_f16_pool else FLOAT32_BYTES
 
     @property
     def kv_layers(self) -> int:
@@ -88,7 +93,7 @@ class _Numbers:
 
 
 _Pair = tuple[str, str]
-_STATE = "GDN layers x (Hv x Dk x Dv of h + channels x kernel of conv) x 4 bytes"
+_STATE = "GDN layers x (Hv x Dk x Dv of h x its bytes + channels x kernel of conv x 4 bytes)"
 _PAGE = "attention layers, the drafter's too, x 2 (k and v) x KV heads x head_dim x 64 tokens x "
 _PAGE += "bytes of a number"
 
@@ -141,6 +146,14 @@ def _carry(n: _Numbers, slots: int) -> str:
     m = n.model
     row = f"({m.conv_dim} + 2 * {m.linear_num_value_heads}) * {FLOAT32_BYTES}"
     return f"{slots} * {n.drafts} * {m.gdn_layers} * {row}"
+
+
+def _stage(n: _Numbers, term: LedgerTerm) -> _Pair:
+    return "sequences x Hv x Dk x Dv x 4 bytes", f"{n.batch} * {n.h} * {FLOAT32_BYTES}"
+
+
+def _stage_dummy(n: _Numbers, term: LedgerTerm) -> _Pair:
+    return "one slot for padded rows: Hv x Dk x Dv x 4 bytes", f"{n.h} * {FLOAT32_BYTES}"
 
 
 def _carry_ring(n: _Numbers, term: LedgerTerm) -> _Pair:
@@ -264,7 +277,7 @@ def _verify(n: _Numbers, slots: range) -> _Pair:
         f"slots that may speculate x {_STATE} (checkpoints) + h states after verified rows, by the "
         "ladder's depth of each slot + slots x (drafts + 1) conv states"
     )
-    h = f"{_depths(n, slots)} * {layers} * {n.h} * {FLOAT32_BYTES}"
+    h = f"{_depths(n, slots)} * {layers} * {n.h} * {n.h_width}"
     conv = f"{count} * {n.drafts + 1} * {layers} * {n.conv} * {FLOAT32_BYTES}"
     return words, f"{checkpoint} + {h} + {conv}"
 
@@ -320,6 +333,8 @@ _FORMULAS: dict[str, Callable[[_Numbers, LedgerTerm], _Pair]] = {
     t.WEIGHTS: _weights,
     t.STATE_POOL: _state_pool,
     t.STATE_DUMMY: _state_dummy,
+    t.STATE_STAGE: _stage,
+    t.STATE_STAGE_DUMMY: _stage_dummy,
     t.CARRY_RING: _carry_ring,
     t.CARRY_RING_DUMMY: _carry_dummy,
     t.ROTARY: _rotary,

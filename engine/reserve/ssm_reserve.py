@@ -183,6 +183,11 @@ def ssm_h_stored_bytes(h_bytes: int, h_f16_pool: bool) -> int:
     return h_bytes // _FLOAT32 * _FLOAT16 if h_f16_pool else h_bytes
 
 
+def ssm_stored_blob_bytes(blob: SsmBlob, h_f16_pool: bool) -> int:
+    """Bytes of one sequence's whole state as the pools store it."""
+    return ssm_h_stored_bytes(blob.h_bytes, h_f16_pool) + blob.conv_bytes
+
+
 def ssm_h_prefill_stage_bytes(blob: SsmBlob, max_batch_size: int, h_f16_pool: bool) -> int:
     """Float32 staging of one layer's h per slot, which a prefill needs over an f16 pool."""
     if not h_f16_pool or blob.layers == 0:

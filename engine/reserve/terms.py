@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from engine.config import GRID, EngineConfig
@@ -11,11 +10,14 @@ from engine.pools.shapes import FLOAT32_BYTES, kv_pool_shapes, state_pool_shapes
 from engine.reserve.graphs import graph_terms
 from engine.reserve.ledger import LedgerTerm, TermKind
 from engine.reserve.parameters import element_bytes, uses_cpu_kernels
+from engine.reserve.ssm_reserve import ssm_blob, ssm_h_prefill_stage_bytes
 from engine.weights.model_config import LayerKind, ModelConfig
 
 WEIGHTS = "weights"
 STATE_POOL = "state_pool"
 STATE_DUMMY = "state_dummy"
+STATE_STAGE = "state_stage"
+STATE_STAGE_DUMMY = "state_stage_dummy"
 CARRY_RING = "carry_ring"
 CARRY_RING_DUMMY = "carry_ring_dummy"
 ROTARY = "rotary_tables"
@@ -138,6 +140,7 @@ def allocated_terms(
     config: EngineConfig,
     *,
     state_bytes: int,
+    stage_bytes: int = 0,
     ring_bytes: int,
     ring_slots: int,
     kv_bytes: int,
@@ -149,6 +152,7 @@ def allocated_terms(
     Args:
         config: the one that the pools were made with.
         state_bytes: of h and conv, dummy slot included.
+        stage_bytes: of the float32 stage of an f16 pool, dummy slot included.
         ring_bytes: of the carry ring, its dummy included.
         ring_slots: of the carry ring with its dummy.
         kv_bytes: of k and v, dummy block included.
@@ -158,7 +162,10 @@ def allocated_terms(
     pool, dummy = _split(state_bytes, config.max_batch_size + 1, "state pool")
     ring, ring_dummy = _split(ring_bytes, ring_slots, "carry ring")
     pages, page = _split(kv_bytes, kv_blocks + 1, "KV pool")
+    stage, stage_dummy = _split(stage_bytes, config.max_batch_size + 1, "stage")
+    staged = {STATE_STAGE: stage, STATE_STAGE_DUMMY: stage_dummy} if stage_bytes else {}
     return {
+        **staged,
         STATE_POOL: pool,
         STATE_DUMMY: dummy,
         CARRY_RING: ring,
@@ -185,11 +192,10 @@ def _state_terms(
         config.max_batch_size,
         ring_slots=speculation.ring_slots,
         drafts=speculation.drafts,
+        h_f16=config.h_f16_pool,
     )
-    states = (math.prod(shapes.h) + math.prod(shapes.conv)) * FLOAT32_BYTES
-    pool, blob = _split(states, config.max_batch_size + 1, STATE_POOL)
-    rings = shapes.nbytes - states
-    ring, ring_dummy = _split(rings, speculation.ring_slots, CARRY_RING)
+    pool, blob = _split(shapes.state_bytes, config.max_batch_size + 1, STATE_POOL)
+    ring, ring_dummy = _split(shapes.ring_bytes, speculation.ring_slots, CARRY_RING)
     covered = max(speculation.ring_slots - 1, 0)
     return (
         LedgerTerm(
@@ -199,6 +205,7 @@ def _state_terms(
             f"{config.max_batch_size} sequences of {blob} bytes in {model.gdn_layers} layers",
         ),
         LedgerTerm(STATE_DUMMY, blob, TermKind.EXACT, "one slot for padding"),
+        *_stage_terms(model, config),
         LedgerTerm(
             CARRY_RING,
             ring,
@@ -206,6 +213,20 @@ def _state_terms(
             f"{speculation.drafts} unverified rows of {covered} slots",
         ),
         LedgerTerm(CARRY_RING_DUMMY, ring_dummy, TermKind.EXACT, "one slot for padding"),
+    )
+
+
+def _stage_terms(model: ModelConfig, config: EngineConfig) -> tuple[LedgerTerm, ...]:
+    """Where rows run in float32 over a pool in float16; none over one in float32."""
+    blob = ssm_blob(model)
+    stage = ssm_h_prefill_stage_bytes(blob, config.max_batch_size, config.h_f16_pool)
+    if stage == 0:
+        return ()
+    why = f"h of one layer of {config.max_batch_size} sequences in float32 (--ssm-h-dtype f16-pool)"
+    dummy = ssm_h_prefill_stage_bytes(blob, 1, config.h_f16_pool)
+    return (
+        LedgerTerm(STATE_STAGE, stage, TermKind.EXACT, why),
+        LedgerTerm(STATE_STAGE_DUMMY, dummy, TermKind.EXACT, "one slot for padding"),
     )
 
 

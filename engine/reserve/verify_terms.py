@@ -16,6 +16,7 @@ from engine.reserve.ssm_reserve import (
     ssm_pool_reserve_bytes,
     ssm_replay_ring_bytes,
     ssm_replay_row_bytes,
+    ssm_stored_blob_bytes,
 )
 from engine.weights.model_config import ModelConfig
 
@@ -48,14 +49,15 @@ def verify_terms(
     if policy.rollback is SsmRollbackMode.CARRY:
         return (log,)
     blob, covered = ssm_blob(model), policy.covered(config.max_batch_size)
-    pool = _verify_pool_bytes(blob, config.max_batch_size, covered, policy)
+    half = config.h_f16_pool
+    pool = _verify_pool_bytes(blob, config.max_batch_size, covered, policy, half)
     terms = [
         log,
         LedgerTerm(
             VERIFY_POOL, pool, TermKind.EXACT, f"{policy.rollback.value} of {covered} slots"
         ),
         LedgerTerm(
-            VERIFY_DUMMY, _widest_slot(blob, policy), TermKind.EXACT, "one slot for padding"
+            VERIFY_DUMMY, _widest_slot(blob, policy, half), TermKind.EXACT, "one slot for padding"
         ),
     ]
     if policy.rollback is SsmRollbackMode.REPLAY:
@@ -87,7 +89,7 @@ def snapshot_terms(
     slots = config.snapshot_slots
     if slots == 0:
         return ()
-    blob = ssm_blob(model).nbytes
+    blob = ssm_stored_blob_bytes(ssm_blob(model), config.h_f16_pool)
     term = LedgerTerm(
         SNAPSHOTS, slots * blob, TermKind.EXACT, f"{slots} of {blob} bytes (--ssm-cache-slots)"
     )
@@ -100,7 +102,7 @@ def snapshot_terms(
 
 def decode_ring_slot_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Bytes of one snapshot of every sequence in the decode-rollback ring."""
-    return config.max_batch_size * ssm_blob(model).nbytes
+    return config.max_batch_size * ssm_stored_blob_bytes(ssm_blob(model), config.h_f16_pool)
 
 
 def decode_ring_terms(model: ModelConfig, config: EngineConfig) -> tuple[LedgerTerm, ...]:
@@ -119,7 +121,7 @@ def decode_ring_terms(model: ModelConfig, config: EngineConfig) -> tuple[LedgerT
 
 
 def _verify_pool_bytes(
-    blob: SsmBlob, max_batch_size: int, covered: int, policy: SpeculationPolicy
+    blob: SsmBlob, max_batch_size: int, covered: int, policy: SpeculationPolicy, h_f16_pool: bool
 ) -> int:
     whole = ssm_pool_reserve_bytes(
         blob,
@@ -131,10 +133,11 @@ def _verify_pool_bytes(
         dispatch_cap=policy.dispatch_cap,
         ladder=policy.ladder,
         full_width=policy.full_width,
+        h_f16_pool=h_f16_pool,
     )
-    return whole - max_batch_size * blob.nbytes
+    return whole - max_batch_size * ssm_stored_blob_bytes(blob, h_f16_pool)
 
 
-def _widest_slot(blob: SsmBlob, policy: SpeculationPolicy) -> int:
+def _widest_slot(blob: SsmBlob, policy: SpeculationPolicy, h_f16_pool: bool) -> int:
     """Slot 0, which runs at every width and so has the most drafts."""
-    return _verify_pool_bytes(blob, 1, 1, policy)
+    return _verify_pool_bytes(blob, 1, 1, policy, h_f16_pool)

@@ -10,10 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from numba import prange
 from torch import Tensor
 
 from kernels.batch import RaggedBatch
+from kernels.gdn.half import half_bits, nearest_half
+from kernels.gdn.naive import CHUNK
 from kernels.gdn.types import GdnParams, GdnState
 from kernels.jit import exp32, host, inline, parallel_kernel, sigmoid32, sum_of_squares
 
@@ -81,6 +84,25 @@ def _conv_after(
             out[c, tap] = value
 
 
+@inline
+def _round_to_half(state: Any) -> None:
+    """state [Dk, Dv]: every number becomes the nearest that float16 holds."""
+    dk, dv = state.shape
+    for i in range(dk):
+        row = state[i]
+        for j in range(dv):
+            row[j] = nearest_half(row[j])
+
+
+@inline
+def _keep_half(state: Any, out: Any) -> None:
+    """out [Dk, Dv] uint16 = the float16 bits of a state that float16 holds."""
+    dk, dv = state.shape
+    for i in range(dk):
+        for j in range(dv):
+            out[i, j] = half_bits(state[i, j])
+
+
 @parallel_kernel
 def _mixer(
     proj: Any,
@@ -98,6 +120,7 @@ def _mixer(
     ring_first: Any,
     ring_rows: Any,
     snapshots: Any,
+    chunked: Any,
     h: Any,
     conv: Any,
     ring_inputs: Any,
@@ -193,8 +216,16 @@ def _mixer(
                 raw = proj[first + t, gates + value_heads + head] + dt_bias[head]
                 g = head_decay[head] * _softplus(raw)
             _delta_rule(state, q, k, v, exp32(g), beta, read)
+            # `chunked` is None for a float32 state: then these branches are not compiled.
+            if chunked is not None:
+                last = t == own - 1 or (starts[s] + t + 1) % CHUNK == 0
+                if chunked[s] == 0 or last:
+                    _round_to_half(state)
             if snapshots[s] >= 0 and 0 <= t < own - 1:
-                snapshot_h[snapshots[s] + t, head] = state
+                if chunked is None:
+                    snapshot_h[snapshots[s] + t, head] = state
+                else:
+                    _keep_half(state, snapshot_h[snapshots[s] + t, head])
 
             if t >= 0:
                 mean = sum_of_squares(read) / np.float32(dv)
@@ -230,7 +261,30 @@ def _mixer(
 
 
 def gdn_mixer(proj: Tensor, params: GdnParams, state: GdnState, batch: RaggedBatch) -> Tensor:
-    """As naive.gdn_mixer, float32, with `batch.chunked` ignored: all rows run recurrently."""
+    """As naive.gdn_mixer, float32, with all rows recurrent: `batch.chunked` says only where a
+    float16 state is rounded.
+    """
+    if state.stage is None:
+        return _run(proj, params, state, batch, host(state.h), host(state.snapshot_h), None)
+    stage, slots = state.stage, batch.slots
+    stage[slots] = state.h[slots].float()
+    snapshots = host(state.snapshot_h).view(np.uint16)
+    chunked = batch.chunked.numpy()
+    out = _run(proj, params, state, batch, host(stage), snapshots, chunked)
+    state.h[slots] = stage[slots].to(torch.float16)
+    return out
+
+
+def _run(
+    proj: Tensor,
+    params: GdnParams,
+    state: GdnState,
+    batch: RaggedBatch,
+    h: Any,
+    snapshot_h: Any,
+    chunked: Any,
+) -> Tensor:
+    """The kernel on h float32 [slots + 1, Hv, Dk, Dv]."""
     out = proj.new_empty(proj.shape[0], params.value_dim)
     _mixer(
         proj.numpy(),
@@ -248,11 +302,12 @@ def gdn_mixer(proj: Tensor, params: GdnParams, state: GdnState, batch: RaggedBat
         batch.ring_first.numpy(),
         batch.ring_rows.numpy(),
         batch.snapshots.numpy(),
-        host(state.h),
+        chunked,
+        h,
         host(state.conv),
         host(state.ring_inputs),
         host(state.ring_gates),
-        host(state.snapshot_h),
+        snapshot_h,
         host(state.snapshot_conv),
         out.numpy(),
     )

@@ -5,6 +5,7 @@ Formulas: Yang et al., "Gated Delta Networks" (arXiv 2412.06464), in the layout 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,13 +30,39 @@ def l2_normalise(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
+LARGEST_HALF = 65504.0
+
+
+def to_half(state: Tensor) -> Tensor:
+    """Every number as the nearest that float16 holds, in its own type; see kernels.gdn.half.
+
+    What is not finite becomes a NaN, since x - x is 0 for all else.
+    """
+    return state.clamp(-LARGEST_HALF, LARGEST_HALF).half().to(state.dtype) + (state - state)
+
+
+def as_it_is(state: Tensor) -> Tensor:
+    """No rounding."""
+    return state
+
+
+Settle = Callable[[Tensor], Tensor]
+
+
 def recurrent_rows(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    settle: Settle = as_it_is,
 ) -> tuple[Tensor, Tensor]:
     """Token by token. q, k [T, Hv, Dk] (normalised, q scaled), v [T, Hv, Dv], g, beta [T, Hv].
 
     state [Hv, Dk, Dv] float32 is read, not written. Returns (out [T, Hv, Dv], new state):
-    S <- exp(g) S; u = beta (v - S^T k); S <- S + k u^T; o = S^T q.
+    S <- exp(g) S; u = beta (v - S^T k); S <- S + k u^T; o = S^T q. `settle` is what becomes of S
+    behind every row.
     """
     outputs = []
     for t in range(q.shape[0]):
@@ -44,13 +71,21 @@ def recurrent_rows(
         update = beta[t][:, None] * (v[t] - read)
         state = state + k[t][:, :, None] * update[:, None, :]
         outputs.append((state * q[t][:, :, None]).sum(1))
+        state = settle(state)
     return torch.stack(outputs), state
 
 
 def chunked_rows(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    settle: Settle = as_it_is,
 ) -> tuple[Tensor, Tensor]:
-    """The same recurrence in chunks of 64 (WY form); arguments and result as recurrent_rows.
+    """The same recurrence in chunks of 64 (WY form); arguments and result as recurrent_rows, but
+    that the state is settled behind every chunk.
 
     Inside a chunk, with G the running sum of g and D_ij = exp(G_i - G_j) for i >= j:
     A = strict_lower(beta k k^T D), T = (I + A)^-1, U = T (beta v), W = T (beta exp(G) k),
@@ -85,7 +120,7 @@ def chunked_rows(
         outputs.append((query[:, c] * gate[:, c].exp()[..., None]) @ state + within[:, c] @ fresh)
         end = gate[:, c, -1]
         shrunk = key[:, c] * (end[:, None] - gate[:, c]).exp()[..., None]
-        state = state * end.exp()[:, None, None] + shrunk.mT @ fresh
+        state = settle(state * end.exp()[:, None, None] + shrunk.mT @ fresh)
     return torch.cat(outputs, 1).transpose(0, 1)[:length], state
 
 
@@ -164,13 +199,14 @@ def _one_sequence(proj: Tensor, params: GdnParams, state: GdnState, part: _Part)
     )
     rows: Rows = (q * params.key_width**-0.5, k, v.unflatten(-1, (hv, -1)), g, beta)
 
-    h = torch.zeros_like(state.h[slot]) if fresh else state.h[slot]
+    settle = to_half if state.h.dtype == torch.float16 else as_it_is
+    h = wide(torch.zeros_like(state.h[slot]) if fresh else state.h[slot])
     kept, total = pending + part.committed, pending + proj.shape[0]
     if part.snapshot >= 0:
         # Row by row, and the state after every one but the last is kept.
         outputs = []
         for t in range(total):
-            o, h = recurrent_rows(*_cut(rows, t, t + 1), h)
+            o, h = recurrent_rows(*_cut(rows, t, t + 1), h, settle)
             outputs.append(o)
             own = t - pending
             if 0 <= own < proj.shape[0] - 1:
@@ -180,9 +216,9 @@ def _one_sequence(proj: Tensor, params: GdnParams, state: GdnState, part: _Part)
         o, after = torch.cat(outputs), h
     else:
         run = chunked_rows if part.chunked else recurrent_rows
-        o, after = run(*_cut(rows, 0, kept), h)
+        o, after = run(*_cut(rows, 0, kept), h, settle)
         if kept < total:
-            o = torch.cat((o, recurrent_rows(*_cut(rows, kept, total), after)[0]))
+            o = torch.cat((o, recurrent_rows(*_cut(rows, kept, total), after, settle)[0]))
     state.h[slot] = after
     state.conv[slot] = window[kept : kept + taps].T
     if part.ring_rows:

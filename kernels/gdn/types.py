@@ -43,7 +43,11 @@ class GdnParams:
 
 @dataclass(frozen=True, slots=True)
 class GdnState:
-    """One layer's state of every slot, float32.
+    """One layer's state of every slot, float32 but for h and its snapshots, which may be float16.
+
+    In float16 the state is rounded after every row, of a prompt (`RaggedBatch.chunked`) only where
+    a row ends a block of 64 tokens or the segment; then its bits depend neither on how a prompt was
+    split nor on how rows were verified. Numbers beyond float16's largest become that.
 
     Attributes:
         h: [slots + 1, Hv, Dk, Dv].
@@ -52,6 +56,7 @@ class GdnState:
         ring_gates: [ring slots, drafts, 2, Hv] their g and beta.
         snapshot_h: [snapshots, Hv, Dk, Dv] states after verified rows.
         snapshot_conv: [snapshot slots, drafts + 1, conv_dim, kernel].
+        stage: as h in float32, to run rows in; only with float16.
     """
 
     h: Tensor
@@ -60,3 +65,4 @@ class GdnState:
     ring_gates: Tensor
     snapshot_h: Tensor
     snapshot_conv: Tensor
+    stage: Tensor | None = None

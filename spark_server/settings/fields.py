@@ -234,6 +234,15 @@ class MemorySettings(SettingsGroup):
             auto="what the budget leaves, on a CPU at most max-batch-size x max-seq-len",
         ),
     ] = Field(default=None, ge=GRID)
+    ssm_h_dtype: Annotated[
+        Literal["f32", "f16-pool"],
+        Knob(
+            "How recurrent states are stored; f16-pool takes half the memory for h and rounds it "
+            "after every token, which changes output; not with --kernels triton",
+            ("--ssm-h-dtype",),
+            ("SPARK_SSM_H_DTYPE",),
+        ),
+    ] = "f32"
 
 
 class LimitsSettings(SettingsGroup):

@@ -127,15 +127,6 @@ class SpeculationSettings(SettingsGroup):
         Presence,
         Knob("Presence: verify unlikely drafts too", env=("ATLAS_NO_MTP_DCUT",)),
     ] = False
-    ssm_h_dtype: Annotated[
-        Literal["f32", "f16-pool"],
-        Knob(
-            "Storage type of the recurrent state",
-            ("--ssm-h-dtype",),
-            ("SPARK_SSM_H_DTYPE",),
-            built=False,
-        ),
-    ] = "f32"
 
     @property
     def pinned_slots(self) -> bool:

@@ -50,6 +50,37 @@ def test_reserve_and_allocation_are_equal(
         found.ledger.check_allocated(allocated | {"kv_pool": allocated["kv_pool"] + 4})
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("mode", list(SsmRollbackMode))
+def test_a_float16_pool_takes_half_for_h_and_a_stage(drafts: int, mode: SsmRollbackMode) -> None:
+    model = read_model(TINY)
+    policy = SpeculationPolicy(drafts, mode)
+    ledgers = {}
+    for half in (False, True):
+        config = EngineConfig(
+            "model",
+            max_batch_size=6,
+            max_seq_len=300,
+            snapshot_slots=3,
+            decode_ring_slots=2,
+            h_f16_pool=half,
+        )
+        found = preflight_reserve(model, config, budget=2**30, weights_bytes=1, policy=policy)
+        pools = allocate_pools(model, config, policy, found.kv_blocks, torch.float32, ring_slots=2)
+        rotary = sum(table.nbytes for table in rotary_tables(model, config.max_seq_len))
+        allocated = pool_terms(config, policy, pools, rotary)
+        found.ledger.check_allocated(allocated)
+        assert sum(allocated.values()) == found.ledger.exact
+        ledgers[half] = found.ledger
+    layers = model.gdn_layers
+    h = model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
+    saved = ledgers[False].bytes_of("state_pool") - ledgers[True].bytes_of("state_pool")
+    assert saved == 6 * layers * h * 2
+    assert ledgers[True].bytes_of("state_stage") == 6 * h * 4
+    for name in ("snapshots", "decode_ring"):
+        assert ledgers[True].bytes_of(name) < ledgers[False].bytes_of(name)
+
+
 @pytest.mark.parametrize(("batch", "depth"), [(1, 1), (5, 8), (40, 3), (5, 0)])
 def test_the_decode_ring_takes_what_was_reserved(batch: int, depth: int) -> None:
     model = read_model(TINY)

@@ -110,7 +110,8 @@ def gdn_state(params: GdnParams, slots: int, seed: int = 1) -> GdnState:
 
 
 def clone_state(state: GdnState) -> GdnState:
-    return GdnState(*(getattr(state, field).clone() for field in state.__slots__))
+    tensors = (getattr(state, name) for name in state.__slots__)
+    return GdnState(*(None if tensor is None else tensor.clone() for tensor in tensors))
 
 
 def moved(record: Record, device: torch.device) -> Record:
@@ -145,4 +146,15 @@ def kv_pages(blocks: int, kv_heads: int, width: int, seed: int = 4) -> KvPages:
     return KvPages(
         k=torch.randn(blocks, kv_heads, width, PAGE, generator=g),
         v=torch.randn(blocks, kv_heads, PAGE, width, generator=g),
+    )
+
+
+def half_state(params: GdnParams, slots: int, seed: int = 1) -> GdnState:
+    """`gdn_state` with h and its snapshots in float16, and the stage to run rows in."""
+    state = gdn_state(params, slots, seed)
+    return replace(
+        state,
+        h=state.h.half(),
+        snapshot_h=state.snapshot_h.half(),
+        stage=torch.full(state.h.shape, torch.nan),
     )
