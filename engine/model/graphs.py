@@ -144,6 +144,8 @@ def padded(arrays: StepArrays, bucket: Bucket, dummy_slot: int, dummy_block: int
     at most; entries that are left over have no rows.
     """
     rows, entries = len(arrays.token_ids), len(arrays.starts)
+    if rows == entries == bucket.rows:
+        return arrays
     missing, longest = bucket.rows - rows, bucket.longest
     counts = [longest] * (missing // longest)
     if missing % longest:

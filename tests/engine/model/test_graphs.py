@@ -208,6 +208,14 @@ def test_every_mix_of_rows_fits_its_bucket(entries: int, longest: int) -> None:
             assert 1 <= found.longest <= longest
 
 
+def test_a_full_bucket_needs_no_padding() -> None:
+    segments = [Segment(i, 5, (3,), RowPhase.DECODE, 1, (i,), 1) for i in range(4)]
+    layouts = [RowLayout(1)] * 4
+    arrays = step_arrays(segments, layouts, np.zeros(9, np.int64), DUMMY_BLOCK)
+    assert padded(arrays, Bucket(4, 1), DUMMY_SLOT, DUMMY_BLOCK) is arrays
+    assert arrays.logit_rows.tolist() == [0, 1, 2, 3]
+
+
 def test_buckets_are_few_and_hold_every_decode_step() -> None:
     buckets = graph_buckets(24, 3, 24 + 72)
     assert [b.rows for b in buckets if b.longest == 1] == [24, 16, 8, 4, 2, 1]
