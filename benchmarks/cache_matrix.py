@@ -294,6 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-prefix-cache-exact", action="store_true", help="reuse answers too")
     parser.add_argument("--chunked", action="store_true", help="prompts in the chunked GDN form")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="of the 200 lengths")
+    parser.add_argument("--first", type=int, default=1, metavar="N", help="the shortest length")
     parser.add_argument("--only", metavar="WORKLOAD", help="lengths, shared, branches or chats")
     parser.add_argument("--speculation", choices=("off", "carry", "replay", "snapshot"))
     asked = parser.parse_args(argv)
@@ -302,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         modes = (None if asked.speculation == "off" else SsmRollbackMode(asked.speculation),)
     ops = chunked_ops() if asked.chunked else None
     reference = make_core(None, ops)
-    works = Workloads(lengths=range(1, 201, asked.every)).all(reference, asked.only)
+    works = Workloads(lengths=range(asked.first, 201, asked.every)).all(reference, asked.only)
     want = {name: run(reference, work, None).answers for name, work in works.items()}
     print(HEADER)
     cells = wrong = requests = 0

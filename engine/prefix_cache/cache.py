@@ -128,7 +128,9 @@ class PrefixCache:
 
     def reclaim(self, count: int) -> int:
         """Free up to `count` blocks that only the cache holds; returns how many it were."""
+        before = self.checkpoints.used
         freed = self._tree.reclaim(count)
+        self.checkpoints.evicted += before - self.checkpoints.used
         self._reclaimed += freed
         return freed
 

@@ -18,7 +18,8 @@ class Checkpoints:
     the places are rolling, so that many turns at once cannot push out what prompts share.
 
     Attributes:
-        saved, evicted: checkpoints that were made, and that gave their place to another one.
+        saved, evicted: checkpoints that were made, and that were given up for another one or for
+            their blocks.
     """
 
     def __init__(self, places: int) -> None:
