@@ -141,9 +141,8 @@ class HybridModel:
             else:
                 result = None
             if result is None:
-                step = placed_input(
-                    send(self.device, *arrays), arrays.longest, arrays.recurrent_rows
-                )
+                recurrent = arrays.recurrent_rows if prefills else len(arrays.token_ids)
+                step = placed_input(send(self.device, *arrays), arrays.longest, recurrent)
                 with self._timed_threads("prefill" if prefills else "decode", len(step.token_ids)):
                     hidden = self._trunk(step)
                     logits = self.network.lm_head(hidden[step.logit_rows])
