@@ -165,6 +165,7 @@ def _case(asked: argparse.Namespace) -> tuple[PlanCase, Path]:
         kernels=asked.kernels,
         snapshot_slots=asked.ssm_cache_slots,
         decode_ring_slots=asked.ssm_decode_ring_slots,
+        h_f16_pool=asked.ssm_h_dtype == "f16-pool",
     )
     if config.memory_budget is not None and asked.gpu_memory_utilization is not None:
         raise ConfigError(
@@ -322,6 +323,12 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         metavar="N",
         help="states of each sequence that a watchdog can go back to, 0 to 8",
+    )
+    add(
+        "--ssm-h-dtype",
+        choices=("f32", "f16-pool"),
+        default="f32",
+        help="how recurrent states are stored",
     )
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--explain", metavar="TERM", help="the formula of one term, with its numbers")

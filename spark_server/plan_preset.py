@@ -33,6 +33,7 @@ def preset_words(path: str, *, with_budget: bool) -> list[str]:
         "--kv-tokens": memory.kv_tokens,
         "--ssm-cache-slots": settings.prefix_cache.slots.slots,
         "--ssm-decode-ring-slots": settings.watchdogs.ssm_decode_ring_slots,
+        "--ssm-h-dtype": memory.ssm_h_dtype,
     }
     if with_budget:
         flags["--gpu-memory-utilization"] = memory.gpu_memory_utilization

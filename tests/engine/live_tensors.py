@@ -126,6 +126,7 @@ def case(seed: int, folder: Path) -> EngineConfig:
         snapshot_slots=snapshots,
         watchdogs=ring > 0,
         decode_ring_slots=ring,
+        h_f16_pool=seed % 4 == 2,
     )
 
 

@@ -180,3 +180,13 @@ print(torch.get_num_threads())
 """
     environ = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2", "NUMBA_NUM_THREADS": "2"}
     assert run_python(code, folder, **environ).split() == ["1"]
+
+
+def test_a_float16_pool_is_refused_where_its_kernel_is_not(folder: Path) -> None:
+    wanted = config(folder, kernels="triton", h_f16_pool=True)
+    with pytest.raises(ConfigError, match=r"--ssm-h-dtype f16-pool.*--kernels naive"):
+        choose_ops(wanted)
+    for kernels in ("cpu", "naive"):
+        built, _ = build(folder, kernels=kernels, h_f16_pool=True)
+        assert built.model.states.h.dtype == torch.float16
+        assert len(answer(built, (1, 2, 3))) == 6

@@ -70,6 +70,20 @@ def test_rollback_modes_of_27b(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert carry["kv_pool"] > replay["kv_pool"] > snapshot["kv_pool"] > 0
 
 
+def test_a_float16_pool_of_27b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN_27B))
+    words = "--device cuda --device-memory 121.7GiB --weights-bytes 39.8GiB --max-batch-size 128 "
+    words += "--ssm-h-dtype f16-pool --snapshots 16 --json"
+    assert main([str(path), *words.split()]) == 0
+    terms = {t["name"]: t["bytes"] for t in json.loads(capsys.readouterr().out)["terms"]}
+    blob = 150_994_944 // 2 + 7_864_320
+    assert (terms["state_pool"], terms["snapshots"]) == (128 * blob, 16 * blob)
+    assert terms["state_stage"] == 128 * 150_994_944 // 48
+    assert main([str(path), *words.split()[:-1], "--explain", "state_pool"]) == 0
+    assert "128 * 48 * (48 * 128 * 128 * 2 + 10240 * 4 * 4)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "error", "text"),
     [
