@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.build import BuiltEngine, build_engine, choose_ops
 from engine.config import EngineConfig
