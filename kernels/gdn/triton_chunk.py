@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.batch import RaggedBatch
 from kernels.gdn.naive import CHUNK
 from kernels.gdn.triton_inputs import INDEX_POINTERS, GdnInputs
-from kernels.gdn.triton_step import runs_chunked
+from kernels.gdn.triton_step import runs_chunked, settled
 from kernels.gdn.types import GdnState
 
 # Elements of a state that one program carries across chunks: 32 registers a thread in 4 warps.
@@ -291,12 +291,13 @@ def _across(
         b_kt = tl.load(p_k + o_key[None, :] + o_k[:, None], mask=m_kt, other=0.0)
         b_shrunk = _operand(b_new * tl.exp(b_end - b_sum)[:, None], OPERAND, INTERPRETED)
         b_h = b_h * tl.exp(b_end) + _product(b_kt, b_shrunk, INTERPRETED)
+        b_h = settled(b_h, p_h.dtype.element_ty)
         # In place of U: the outputs need U of all lanes.
         tl.store(p_value, b_out, mask=m_v)
         if STATES:
             place = first // CHUNK + segment + chunk
             tl.store(p_states + place * (HV * DK * DV) + o_state, b_h, mask=m_state)
-    tl.store(p_state, b_h, mask=m_state)
+    tl.store(p_state, b_h.to(p_h.dtype.element_ty), mask=m_state)
 
 
 def chunked_prefill(

@@ -43,6 +43,18 @@ def runs_chunked(
 
 
 @triton.jit
+def settled(b_h: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """A state as its pool holds it: rounded to float16 where that is its type.
+
+    At most the largest float16; what is not finite becomes a NaN, since x - x is 0 for all else.
+    """
+    if tl.float16 == DTYPE:
+        b_half = tl.minimum(tl.maximum(b_h, -65504.0), 65504.0).to(tl.float16)
+        b_h = b_half.to(tl.float32) + (b_h - b_h)
+    return b_h
+
+
+@triton.jit
 def _place(i: tl.tensor, pending: tl.tensor, ring: tl.tensor, first: tl.tensor) -> tl.tensor:
     """Where row i of a sequence lies, counted from its first pending row."""
     return tl.where(i < pending, ring + i, first + i - pending)
@@ -123,7 +135,7 @@ def _step(
     m_stored = (b_start != 0)[:, None] & (o_v < DV)[None, :]
     b_h = tl.load(p_state, mask=m_stored, other=0.0).to(tl.float32)
     if kept == 0:
-        tl.store(p_state, b_h, mask=m_state)
+        tl.store(p_state, b_h.to(p_h.dtype.element_ty), mask=m_state)
     total = (pending + own).to(tl.int32)
     # A row's inputs are read while the row before runs: the rows of a verify wait for the memory
     # once, not once each.
@@ -142,12 +154,14 @@ def _step(
         b_out = tl.sum(b_h * b_q[:, None], 0)
         if i >= pending:
             tl.store(p_v + (n * HV + head) * DV + o_v, b_out)
+        # Behind every row, whether it is stored or not: so that the pool's type splits no bits.
+        b_h = settled(b_h, p_h.dtype.element_ty)
         if i == kept - 1:
-            tl.store(p_state, b_h, mask=m_state)
+            tl.store(p_state, b_h.to(p_h.dtype.element_ty), mask=m_state)
         t = i - pending
         if (snapshot >= 0) & (t >= 0) & (t < own - 1):
             p_after = p_snapshot_h + (snapshot + t) * stride_snapshot + o_state
-            tl.store(p_after, b_h, mask=m_state)
+            tl.store(p_after, b_h.to(p_snapshot_h.dtype.element_ty), mask=m_state)
         n, b_q, b_k, b_v, b_g, b_beta = after, b_q1, b_k1, b_v1, b_g1, b_beta1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import fields, replace
 
 import pytest
@@ -119,6 +120,51 @@ def test_carry_gives_the_bits_of_plain_steps(emitted: list[int]) -> None:
     assert torch.equal(torch.cat(got), want)
     assert torch.equal(carry.h[0], plain.h[0])
     assert torch.equal(carry.conv[0, :, 1:], plain.conv[0, :, 1:])
+
+
+def test_a_float16_pool_is_rounded_behind_every_row() -> None:
+    params = make_params(1, 1, 16, 16)
+    plain, carry = (
+        replace(s, h=s.h.half()) for s in (make_state(params, 1), make_state(params, 1))
+    )
+    proj = make_proj(params, 4)
+    want = plain_rows(params, plain, proj, 5)
+    assert torch.equal(gdn_mixer(proj, params, carry, make_batch(Rows(0, 5, 4, committed=1))), want)
+    gdn_mixer(proj[:0], params, carry, make_batch(Rows(0, 6, 0, pending=3)))
+    assert torch.equal(carry.h, plain.h)
+
+
+def test_a_float16_pool_against_naive() -> None:
+    """Both round behind every row, or behind every chunk of a prompt."""
+    params = make_params(1, 2, 16, 16)
+    state = make_state(params, 2)
+    state = replace(state, h=state.h.half(), snapshot_h=state.snapshot_h.half())
+    truth, proj = clone_state(state), make_proj(params, 68)
+    batch = make_batch(Rows(0, 64, 65, chunked=True), Rows(1, 9, 3, snapshot=1))
+    got = gdn_mixer(proj, params, state, batch)
+    want = naive.gdn_mixer(proj, params, truth, batch)
+    assert state.h.dtype == torch.float16
+    # A sum that falls on the other side of a tie differs by 2^-11.
+    assert relative_error([got], [want]) < 2e-4
+    assert relative_error([state.h, state.snapshot_h], [truth.h, truth.snapshot_h]) < 2e-4
+
+
+def test_a_float16_pool_is_cut_at_its_largest_and_keeps_what_is_not_finite() -> None:
+    params = make_params(1, 1, 16, 16)
+    params.decay.fill_(-1e-9)
+    state = make_state(params, 1)
+    state = replace(state, h=torch.full_like(state.h, 60000.0, dtype=torch.float16))
+    proj = make_proj(params, 1)
+    proj[:, -2] = 30.0
+    proj[:, 32:48] *= 1e7
+    gdn_mixer(proj, params, state, make_batch(Rows(0, 5, 1)))
+    assert torch.isfinite(state.h).all()
+    assert (state.h.abs() == 65504).any()
+    state.h[0, 0, 0, 0] = torch.inf
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gdn_mixer(proj, params, state, make_batch(Rows(0, 6, 1)))
+    assert state.h.isnan().any()
 
 
 @pytest.mark.parametrize("accepted", [1, 3])
@@ -317,3 +363,19 @@ def test_states_after_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     # The second prompt begins at row 65: its places begin at 65 // 64 + 1.
     assert torch.equal(states[2], state.h[1])
     assert torch.isnan(states[3:]).all()
+
+
+def test_slots_beyond_32_bits() -> None:
+    """The second slot begins at element 2^31 of its tensor; only the pages that are used exist."""
+    params = make_params(1, 1, 16, 16)
+    state, far = make_state(params, 2), 2**31
+    try:
+        memory = torch.empty(far + 256, device=DEVICE)
+    except RuntimeError:
+        pytest.skip("8 GiB of address space are not to be had")
+    h = memory.as_strided(state.h.shape, (far, *state.h.stride()[1:])).copy_(state.h)
+    proj, batch = make_proj(params, 66), make_batch(Rows(1, 7, 1), Rows(0, 64, 65, chunked=True))
+    other = replace(clone_state(state), h=h)
+    want = gdn_mixer(proj, params, state, batch)
+    assert torch.equal(gdn_mixer(proj, params, other, batch), want)
+    assert torch.equal(h, state.h)
