@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
@@ -109,8 +110,13 @@ def _card_steps() -> dict[str, list[_Rows]]:
 
 def in_float64(record: Any) -> Any:
     """A copy of a frozen dataclass whose tensors are float64: naive.gdn_mixer then is a truth."""
-    wide = {f.name: getattr(record, f.name) for f in fields(record)}
-    return replace(record, **{n: x.double() for n, x in wide.items() if isinstance(x, Tensor)})
+    return _tensors(record, Tensor.double)
+
+
+def _tensors(record: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of a frozen dataclass with every tensor changed."""
+    values = {f.name: getattr(record, f.name) for f in fields(record)}
+    return replace(record, **{n: change(x) for n, x in values.items() if isinstance(x, Tensor)})
 
 
 def read_part(state: GdnState) -> list[Tensor]:
@@ -145,7 +151,7 @@ def _case(
 
     def run() -> list[Tensor]:
         s = scene()
-        state = GdnState(*(getattr(s.state, f.name).clone() for f in fields(s.state)))
+        state = _tensors(s.state, Tensor.clone)
         return [gdn_mixer(s.proj, s.params, state, s.batch), *read_part(state)]
 
     def truth() -> list[Tensor]:
