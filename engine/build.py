@@ -18,7 +18,7 @@ import torch
 from engine.calibration import calibrate
 from engine.config import GRID, EngineConfig
 from engine.core import EngineCore
-from engine.errors import ConfigError
+from engine.errors import ConfigError, UnsupportedKernelError
 from engine.grammar.loading import grammar_masks
 from engine.grammar.vocabulary import load_vocabulary
 from engine.model.forms import forms_agree
@@ -39,7 +39,7 @@ from engine.weights.layout import WeightSource
 from engine.weights.loader import Progress as WeightProgress
 from engine.weights.model_config import ModelConfig, load_config
 from kernels.compiles import CompileCounter
-from kernels.errors import UnsupportedKernelError
+from kernels.errors import UnsupportedKernelError as MissingKernelError
 from kernels.ops import Ops, chosen, cpu_ops, naive_ops, triton_ops
 from kernels.support import ModelSizes, check_triton
 
@@ -97,12 +97,25 @@ def build_engine(
     Raises:
         ConfigError, DoesNotFitError: the settings cannot work; nothing was loaded.
         ModelFormatError: the checkpoint cannot be served.
+        UnsupportedKernelError: an operator lacks what the model asks of it.
         InvariantError: the pools take other bytes than the preflight reserved.
     """
+    try:
+        return _build(config, progress, weight_progress, source, ops or choose_ops(config))
+    except MissingKernelError as error:
+        raise UnsupportedKernelError(f"{error}; or use --kernels naive") from error
+
+
+def _build(
+    config: EngineConfig,
+    progress: PhaseDone,
+    weight_progress: WeightProgress | None,
+    source: Callable[[ModelConfig], WeightSource] | None,
+    ops: Ops,
+) -> BuiltEngine:
     phase = _Phases(progress)
     folder = Path(config.model_dir)
     model_config = load_config(folder)
-    ops = ops or choose_ops(config)
     check_supported(ops, model_config, config)
     forms = ", ".join(f"{operator} {form}" for operator, form in chosen(ops).items())
     logger.info("Operators: %s", forms)
@@ -225,7 +238,7 @@ def check_supported(ops: Ops, model: ModelConfig, config: EngineConfig) -> None:
     )
     try:
         check_triton(sizes, DTYPES[config.dtype], torch.device(config.device))
-    except UnsupportedKernelError as error:
+    except MissingKernelError as error:
         raise ConfigError(f"{error}; or use --kernels naive") from error
 
 

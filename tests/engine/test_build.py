@@ -11,10 +11,17 @@ import torch
 
 from engine.build import BuiltEngine, build_engine, choose_ops
 from engine.config import EngineConfig
-from engine.errors import ConfigError, DoesNotFitError, InvariantError, ModelFormatError
+from engine.errors import (
+    ConfigError,
+    DoesNotFitError,
+    InvariantError,
+    ModelFormatError,
+    UnsupportedKernelError,
+)
 from engine.pools.state import SsmStatePool
 from engine.request import FinishReason, GenerationRequest, SamplingParams
 from engine.weights.loader import Checkpoint
+from kernels.errors import UnsupportedKernelError as MissingKernelError
 from tests.engine.tiny_weights import VOCAB, Tensors, text_config, write
 from tests.processes import run_python
 
@@ -121,6 +128,17 @@ def test_pools_of_another_size_end_the_start(folder: Path, monkeypatch: pytest.M
     honest = SsmStatePool.nbytes.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(SsmStatePool, "nbytes", property(lambda self: honest(self) + 4))
     with pytest.raises(InvariantError, match="state"):
+        build(folder)
+
+
+def test_a_kernel_that_is_missing_after_all_is_a_typed_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*args: object) -> None:
+        raise MissingKernelError("moe_mlp", torch.float32, 3, "cpu", "none of this test")
+
+    monkeypatch.setattr("engine.build.warm_up", missing)
+    with pytest.raises(UnsupportedKernelError, match=r"moe_mlp .* head size 3, .* --kernels naive"):
         build(folder)
 
 
