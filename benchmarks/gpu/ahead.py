@@ -73,7 +73,7 @@ def run(operator: str, size: CaseSize, options: Options, emit: Emit) -> None:
     limit = shared_limit(options.capability)
     text = (
         f"{len(variants)} variants of {len(cases)} cases for sm_{options.capability}, "
-        f"shared memory at most {largest.shared:,} of {limit:,} bytes"
+        f"shared memory at most {largest.shared:,} of {limit:,} bytes ({largest.kernel})"
     )
     numbers: dict[str, Number] = {
         "cases": len(cases),

@@ -84,7 +84,6 @@ def test_a_card_without_an_entry_gets_the_smallest_limit() -> None:
 def test_a_narrowed_model_keeps_what_kernels_are_compiled_for(name: str) -> None:
     small, full = parse_config(narrowed(geometry(name))), parse_config(geometry(name))
     kept = (
-        "hidden_size",
         "head_dim",
         "num_attention_heads",
         "num_key_value_heads",
@@ -97,7 +96,7 @@ def test_a_narrowed_model_keeps_what_kernels_are_compiled_for(name: str) -> None
     )
     assert [getattr(small, key) for key in kept] == [getattr(full, key) for key in kept]
     assert (small.gdn_layers, small.attention_layers) == (3, 1)
-    assert sum(t.elements for t in tensors_of_config(small)) < 8e8
+    assert sum(t.elements for t in tensors_of_config(small)) < 2e8
 
 
 def test_empty_memory_is_zero() -> None:
