@@ -200,11 +200,6 @@ def choose_ops(config: EngineConfig) -> Ops:
             )
         return naive_ops(dtype)
     if wanted == "triton":
-        if config.h_f16_pool:
-            raise ConfigError(
-                "--ssm-h-dtype f16-pool: the Triton kernels keep float32 states; use --kernels "
-                "naive or --ssm-h-dtype f32"
-            )
         if find_spec("triton") is None:
             raise ConfigError(
                 f"--kernels triton on {config.device}: the package triton is not installed; "

@@ -238,7 +238,7 @@ class MemorySettings(SettingsGroup):
         Literal["f32", "f16-pool"],
         Knob(
             "How recurrent states are stored; f16-pool takes half the memory for h and rounds it "
-            "after every token, which changes output; not with --kernels triton",
+            "after every token, which changes output",
             ("--ssm-h-dtype",),
             ("SPARK_SSM_H_DTYPE",),
         ),
