@@ -90,6 +90,15 @@ def test_the_least_recently_used_end_goes_first() -> None:
     assert len(forest.gone) == 5
 
 
+def test_the_oldest_block_is_the_end_of_a_path() -> None:
+    """So that giving one up looks at no other."""
+    forest = Forest()
+    for text in ("abcd", "abx", "y", "abcz"):
+        forest.put(text)
+        forest.tree.touch(forest.tree.match(None, keys("abc")))
+        assert not next(iter(forest.tree._order)).children
+
+
 def test_what_a_sequence_holds_stays() -> None:
     forest = Forest()
     held = forest.put("abc", hold=True)
