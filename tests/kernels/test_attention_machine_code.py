@@ -57,3 +57,26 @@ def test_a_tile_is_on_its_way_while_another_is_worked_on(decode: tuple[int, str]
 
 def test_two_programs_fit_on_an_sm(decode: tuple[int, str]) -> None:
     assert 2 * (decode[0] + 1024) <= SM_BYTES
+
+
+SMALL = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from benchmarks.gpu.ahead import without_a_card
+from kernels.attention.cases import cases
+from kernels.cases import CaseSize
+with without_a_card(121):
+    for case in cases(CaseSize.CARD, torch.device("cpu")):
+        if case.name == "prefill 512 on 4096, 27B":
+            case.step()
+from kernels.attention.triton_prefill import _attend_chunks
+[kernel] = _attend_chunks.device_caches[0][0].values()
+print(kernel.metadata.shared)
+"""
+
+
+def test_a_prompt_fits_a_card_with_less_shared_memory(tmp_path: Path) -> None:
+    """Compute capability 12.1 (DGX Spark) allows 101,376 bytes a block; 128 lines need 139,776."""
+    env = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    assert int(run_python(SMALL, tmp_path, seconds=120, **env).splitlines()[-1]) <= 101_376
