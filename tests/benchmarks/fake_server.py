@@ -70,7 +70,9 @@ class FakeServer:
         if chat:
             _event(writer, _choice({"delta": {"role": "assistant", "content": ""}}))
         for word in REPLY:
-            await asyncio.sleep(0.002 if self.fault != "slow" else 0.5)
+            # Slow: the second word comes later than a busy machine takes to interrupt it.
+            slow = self.fault == "slow" and word is not REPLY[0]
+            await asyncio.sleep(10.0 if slow else 0.002)
             if self.fault == "drop":
                 return False
             _event(writer, _choice({"delta": {"content": word}} if chat else {"text": word}))
