@@ -92,7 +92,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     )
     load.add_argument("--temperature", type=float, default=0.0, help="default 0")
     load.add_argument(
-        "--requests", type=_positive, help="per run (default: twice the clients, at least 16)"
+        "--requests",
+        type=_positive,
+        help="per run (default: twice the clients, at least 16; comparing: 8 times, at least 32)",
     )
     load.add_argument("--runs", type=_positive, default=3, help="median of this many (default 3)")
     load.add_argument("--seed", type=int, default=0, help="of the prompts (default 0)")

@@ -54,7 +54,8 @@ async def compare(args: argparse.Namespace, console: Console) -> int:
             )
             for level in args.concurrency:
                 source = PromptSource(shape, None, args.seed + level)
-                count = args.requests or max(2 * level, 16)
+                # Long enough that the beginning and the end, with fewer clients, weigh little.
+                count = args.requests or max(8 * level, 32)
                 for target in (off, on):
                     await _learn(target, shape, level, args)
                 before = await counters(on)
