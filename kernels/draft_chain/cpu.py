@@ -32,6 +32,13 @@ def _scaled(x: Any, scale: Any, eps: Any, out: Any) -> None:
 
 
 @fast
+def _copy(source: Any, target: Any) -> None:
+    """What an assignment does, whose checks of shapes take three seconds to compile."""
+    for i in range(source.shape[0]):
+        target[i] = source[i]
+
+
+@fast
 def _best(logits: Any) -> Any:
     """(most likely id, its log-probability) of logits [V]."""
     top = np.float32(-np.inf)
@@ -85,7 +92,7 @@ def _write_rows(
     own_hidden = np.zeros((BLOCK, width), np.float32)
     for r in range(rows):
         own_tokens[r] = tokens[chosen[r]]
-        own_hidden[r] = hidden[chosen[r]]
+        _copy(hidden[chosen[r]], own_hidden[r])
     residual = np.empty((BLOCK, width), np.float32)
     normed = np.zeros((BLOCK, width), np.float32)
     _enter(own_tokens, own_hidden, rows, matrices, scales, eps, residual)
@@ -131,7 +138,7 @@ def _draft(
         row = last[first + r]
         own_tokens[r] = tokens[row]
         at[r] = positions[row]
-        state[r] = hidden[row]
+        _copy(hidden[row], state[r])
         deepest = max(deepest, depths[first + r])
     residual = np.empty((BLOCK, width), np.float32)
     normed = np.zeros((BLOCK, width), np.float32)

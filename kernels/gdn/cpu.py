@@ -223,7 +223,11 @@ def _mixer(
                     _round_to_half(state)
             if snapshots[s] >= 0 and 0 <= t < own - 1:
                 if chunked is None:
-                    snapshot_h[snapshots[s] + t, head] = state
+                    # Not as one assignment, whose checks of shapes take two seconds to compile.
+                    kept_here = snapshot_h[snapshots[s] + t, head]
+                    for i in range(dk):
+                        for j in range(dv):
+                            kept_here[i, j] = state[i, j]
                 else:
                     _keep_half(state, snapshot_h[snapshots[s] + t, head])
 

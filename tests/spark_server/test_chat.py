@@ -8,6 +8,7 @@ import io
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -148,6 +149,8 @@ def _own_terminal() -> None:
     import fcntl
     import termios
 
+    # A shell's background job has Ctrl-C ignored, and hands that down.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
