@@ -9,6 +9,9 @@ import logging
 import sys
 from typing import TextIO
 
+OWN_LOGGERS = ("spark_server", "engine", "kernels")
+ACCESS_LOGGER = "uvicorn.access"
+
 
 class OneLineFormatter(logging.Formatter):
     """Escapes control characters, so that no client can forge a line or colour a terminal."""
@@ -30,6 +33,6 @@ def setup_logging(level: str, stream: TextIO | None = None, *, access_log: bool 
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    for name in ("spark_server", "engine", "kernels"):
+    for name in OWN_LOGGERS:
         logging.getLogger(name).setLevel(level.upper())
-    logging.getLogger("uvicorn.access").setLevel(logging.INFO if access_log else logging.WARNING)
+    logging.getLogger(ACCESS_LOGGER).setLevel(logging.INFO if access_log else logging.WARNING)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,16 +13,6 @@ import spark_server
 from spark_server.cli import COMMANDS, main, serve_main
 
 REPO = Path(spark_server.__file__).parent.parent
-
-
-@pytest.fixture(autouse=True)
-def _own_log_handlers() -> Iterator[None]:
-    """`serve` takes over the root logger, which the other tests share."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
