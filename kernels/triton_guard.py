@@ -23,9 +23,10 @@ def runs_on(device: torch.device) -> bool:
 def dot_dtype(dtype: torch.dtype) -> Any:
     """The Triton dtype of both sides of a product of tensors of `dtype`.
 
-    The interpreter keeps bfloat16 as integers and would multiply these: float32 there.
+    The interpreter multiplies bfloat16 operands as the integers it keeps them in (triton 3.9), so
+    that they are widened there; the products are the same, since float32 holds them exactly.
     """
-    if triton.knobs.runtime.interpret:
+    if dtype == torch.bfloat16 and triton.knobs.runtime.interpret:
         return tl.float32
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[
         dtype

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.attention.types import AttentionParams
 from kernels.batch import RaggedBatch
+from kernels.triton_guard import dot_dtype
 
 # Index tensors are slices of one upload and their lengths change from step to step: a kernel that
 # was compiled for what their addresses and widths divide by would be compiled again in service.
@@ -148,19 +149,6 @@ def roomy() -> bool:
 def largest_power_in(page: int) -> int:
     """The largest power of two that divides a page's tokens."""
     return page & -page
-
-
-def dot_dtype(dtype: torch.dtype) -> Any:
-    """The Triton dtype of matrix operands for activations of `dtype`.
-
-    The interpreter multiplies bfloat16 operands as the integers it keeps them in (triton 3.9), so
-    that they are widened there; the products are the same, since float32 holds them exactly.
-    """
-    if dtype == torch.bfloat16 and triton.knobs.runtime.interpret:
-        return tl.float32
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[
-        dtype
-    ]
 
 
 @triton.jit
