@@ -164,6 +164,60 @@ def test_nothing_unfinished_is_called_done() -> None:
     assert not wrong
 
 
+HEADING = re.compile(r"## (\d{4}-\d{2}-\d{2}) · \S.*")
+
+
+def wrong_entries(text: str) -> list[str]:
+    """What a merge may have done to a list of dated entries, newest first."""
+    lines = text.splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith("##")]
+    wrong = [f"{line}: a heading in the text" for line in lines if re.search(r".## ?\d{4}", line)]
+    newest = "9999"
+    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+        heading = HEADING.fullmatch(lines[start])
+        if heading is None:
+            wrong.append(f"{lines[start]}: not `## YYYY-MM-DD · title`")
+            continue
+        if start and lines[start - 1]:
+            wrong.append(f"{lines[start]}: no empty line before it")
+        if heading[1] > newest:
+            wrong.append(f"{lines[start]}: newer than the entry above it")
+        if not any(lines[start + 1 : end]):
+            wrong.append(f"{lines[start]}: nothing below it")
+        newest = heading[1]
+    return wrong
+
+
+def test_every_decision_has_its_heading_and_its_text() -> None:
+    text = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
+    assert HEADING.search(text)
+    assert not wrong_entries(text)
+
+
+ENTRIES = "# Decisions\n\n## 2026-11-29 · One\n\nBecause.\n\n## 2026-11-28 · Two\n\nBecause.\n"
+
+
+def test_entries_in_order_are_passed() -> None:
+    assert wrong_entries(ENTRIES) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("Because.\n\n## 2026-11-28", "Because. ## 2026-11-28", "a heading in the text"),
+        ("Because.\n\n## 2026-11-28", "Because.## 2026-11-28", "a heading in the text"),
+        ("Because.\n\n## 2026-11-28", "Because.\n## 2026-11-28", "no empty line before it"),
+        ("## 2026-11-28 · Two", "## 2026-11-28: Two", "not `## YYYY-MM-DD"),
+        ("## 2026-11-28 · Two", "## 2026-11-30 · Two", "newer than the entry above it"),
+        ("Because.\n\n## 2026-11-28", "## 2026-11-28", "One: nothing below it"),
+    ],
+)
+def test_entries_that_a_merge_damaged_are_noticed(old: str, new: str, words: str) -> None:
+    assert old in ENTRIES
+    (only,) = wrong_entries(ENTRIES.replace(old, new, 1))
+    assert words in only
+
+
 def test_scripts_run_for_everybody() -> None:
     for path in [ROOT / ".ci" / "run", *(ROOT / "scripts").glob("check_*")]:
         assert path.stat().st_mode & 0o111, f"{path.name} is not executable"
