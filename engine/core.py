@@ -120,6 +120,7 @@ class EngineCore:
         self._compiles = compiles
         self._outbox: list[TokenDelta] = []
         self._hidden = torch.empty(0)
+        self._unprepared: tuple[StepPlan, StepOutcome] | None = None
         self._draining = False
         self._steps = 0
         self._steps_by_kind = dict.fromkeys(StepKind, 0)
@@ -194,6 +195,7 @@ class EngineCore:
         Raises:
             InvariantError: the accounts are wrong; the engine must not go on.
         """
+        self.prepare()
         deltas, self._outbox = self._outbox, []
         deltas += self.scheduler.expire()
         if self._masks is not None and self.scheduler.held:
@@ -207,8 +209,21 @@ class EngineCore:
             self._count(plan, self._clock() - start)
         if self._masks is not None:
             self._close_masks(self._masks, deltas)
+        if not self.scheduler.has_work():
+            self.prepare()
         self.scheduler.check_idle()
         return deltas
+
+    def prepare(self) -> None:
+        """Draft for the next step.
+
+        `step` does it where the caller did not; who sends a step's deltas first and then calls
+        this lets no client wait for drafts.
+        """
+        if self._unprepared is None or self._speculator is None:
+            return
+        (plan, outcome), self._unprepared = self._unprepared, None
+        self._speculator.prepare(plan, outcome, self._hidden)
 
     def stats(self) -> EngineStats:
         """Gauges and counters as of now."""
@@ -268,7 +283,8 @@ class EngineCore:
         self._hidden = result.hidden
         deltas = self.scheduler.commit(plan, outcome)
         if speculator is not None:
-            speculator.prepare(plan, outcome, result.hidden)
+            speculator.learn(plan, outcome)
+            self._unprepared = (plan, outcome)
         if self._watchdogs is not None:
             deltas = self._watchdogs.observe(deltas, self.scheduler)
         return deltas

@@ -57,7 +57,7 @@ class Speculator:
         self._clock = clock
         self._gate = SpecGate(policy, max_batch_size, costs)
         self._choice = self._gate.choose(())
-        self._prepared_at = clock()
+        self._learnt_at = clock()
         self._plain_run = 0
         self._plain_rows: PlainRows | None = None
         self._verifies = 0
@@ -85,18 +85,24 @@ class Speculator:
         if verified:
             self._runner.accept(verified)
 
-    def prepare(self, plan: StepPlan, outcome: StepOutcome, hidden: Tensor) -> None:
-        """After the commit: learn from the step, then draft for the next one.
-
-        hidden [plan rows, H] is that of the step.
-        """
+    def learn(self, plan: StepPlan, outcome: StepOutcome) -> None:
+        """Count what the step's drafts came to; comes right after the commit."""
         now = self._clock()
-        seconds, self._prepared_at = now - self._prepared_at, now
+        seconds, self._learnt_at = now - self._learnt_at, now
         if self._stays_plain(plan):
             self._count_plain(seconds)
+        else:
+            self._learn(plan, outcome, seconds, now)
+
+    def prepare(self, plan: StepPlan, outcome: StepOutcome, hidden: Tensor) -> None:
+        """Draft for the next step; comes after `learn` and before the next plan.
+
+        hidden [plan rows, H] is that of the step. Sequences may have ended or been cut since.
+        """
+        if self._plain_run and self._scheduler.holdings.slots.used == len(plan.segments):
             self._remember_all(plan, outcome, hidden)
             return
-        self._learn(plan, outcome, seconds, now)
+        self._plain_run = 0
         decoding = self._scheduler.decoding()
         choice = self._choose(decoding)
         wanted = dict(zip((s.request_id for s in decoding), choice.drafts, strict=True))
@@ -112,8 +118,9 @@ class Speculator:
         parts = zip(plan.sequences, plan.segments, outcome.tokens, first_rows, strict=False)
         for sequence, segment, tokens, first_row in parts:
             slot = sequence.slot
-            if slot is None:
-                continue  # it ended in this step
+            next_tokens = _next_tokens(segment, tokens)
+            if slot is None or sequence.computed < segment.start + len(next_tokens):
+                continue  # it ended, or a watchdog cut it
             engaged = eager and self._gate.covers(slot)
             if segment.phase is not RowPhase.DECODE and running > MANY_RUNNING:
                 engaged = False
@@ -125,7 +132,7 @@ class Speculator:
                     slot=slot,
                     start=segment.start,
                     first_row=first_row,
-                    next_tokens=_next_tokens(segment, tokens),
+                    next_tokens=next_tokens,
                     block_table=sequence.block_table,
                     engaged=engaged,
                     drafts=wanted.get(sequence.request_id, 0) if engaged else 0,

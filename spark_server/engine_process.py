@@ -72,6 +72,7 @@ class Core(Protocol):
     def add(self, request: GenerationRequest) -> None: ...
     def abort(self, request_id: int) -> None: ...
     def step(self) -> Sequence[TokenDelta]: ...
+    def prepare(self) -> None: ...
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
 
@@ -290,11 +291,13 @@ def _loop(core: Core, commands: zmq.Socket[bytes], send: Send, clock: StepClock)
         if core.has_work():
             clock.began = time.monotonic()
             deltas = tuple(core.step())
-            clock.began = None
             stats = core.stats()
             # A step that only hands out the ends of aborted requests ran no model.
             send(StepReport(deltas, stats, stepped=stats.steps > steps))
             steps = stats.steps
+            # The drafts of the next step, while clients already read this one's tokens.
+            core.prepare()
+            clock.began = None
         elif received:
             # Nothing will step now, so the gauges would stay where they were before the abort.
             send(StepReport((), core.stats(), stepped=False))

@@ -28,6 +28,8 @@ class SsmStatePool:
         stage: [slots + 1, Hv, Dk, Dv] float32 that every layer runs its rows in, under f16-pool.
         pending: [slots + 1] rows in each slot's ring that are accepted but not yet folded into h.
         bytes_moved: of state read and written so far, by every operation on it.
+        h_bytes, conv_bytes, blob_bytes, ring_row_bytes: of one slot's h, conv state and both, and
+            of one row of its ring, over all layers.
     """
 
     def __init__(
@@ -54,6 +56,12 @@ class SsmStatePool:
         self.pending: npt.NDArray[np.int64] = np.zeros(shapes.h[1], np.int64)
         self.bytes_moved = 0
         self._move_rows = move_rows
+        # Every step counts with these, and asking a tensor for its size takes microseconds.
+        layers, _, _, width = shapes.ring_inputs
+        self.h_bytes = self.h[:, 0].numel() * self.h.element_size()
+        self.conv_bytes = self.conv[:, 0].numel() * FLOAT32_BYTES
+        self.blob_bytes = self.h_bytes + self.conv_bytes
+        self.ring_row_bytes = layers * (width + 2 * self.h.shape[2]) * FLOAT32_BYTES
 
     def layer(self, index: int) -> GdnState:
         """Views of GDN layer number `index`, counted among GDN layers only."""
@@ -66,27 +74,6 @@ class SsmStatePool:
             self.snapshot_conv[index],
             self.stage,
         )
-
-    @property
-    def h_bytes(self) -> int:
-        """Bytes of one slot's h over all layers."""
-        return self.h[:, 0].numel() * self.h.element_size()
-
-    @property
-    def conv_bytes(self) -> int:
-        """Bytes of one slot's conv state over all layers."""
-        return self.conv[:, 0].numel() * FLOAT32_BYTES
-
-    @property
-    def blob_bytes(self) -> int:
-        """Bytes of one slot's whole state."""
-        return self.h_bytes + self.conv_bytes
-
-    @property
-    def ring_row_bytes(self) -> int:
-        """Bytes of one row in the ring over all layers."""
-        layers, _, _, width = self.ring_inputs.shape
-        return layers * (width + 2 * self.h.shape[2]) * FLOAT32_BYTES
 
     @property
     def ring_slots(self) -> int:

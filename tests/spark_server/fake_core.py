@@ -89,6 +89,9 @@ class FakeCore:
         self.last_step = time.perf_counter() - began
         return deltas
 
+    def prepare(self) -> None:
+        """It drafts nothing."""
+
     def _advance(self, sequence: _Sequence) -> TokenDelta:
         request = sequence.request
         _trouble(request.prompt_ids)

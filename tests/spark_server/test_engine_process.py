@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import zmq
@@ -133,6 +134,39 @@ def test_a_failed_start_is_reported(
     failed = loop.events[-1]
     assert isinstance(failed, Failed)
     assert failed.user is user
+
+
+class Slow(FakeCore):
+    """Takes its time over the drafts of the next step."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.reports_at: list[int] = []
+        self.loop: Loop | None = None
+
+    def prepare(self) -> None:
+        assert self.loop is not None
+        self.reports_at.append(len(self.loop.reports()))
+
+
+def test_tokens_are_sent_before_the_next_drafts_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores: list[Slow] = []
+
+    def core(*args: Any) -> Slow:
+        cores.append(Slow(*args))
+        return cores[0]
+
+    monkeypatch.setattr("tests.spark_server.fake_core.FakeCore", core)
+    loop = Loop()
+    while not cores:
+        time.sleep(0.001)
+    cores[0].loop = loop
+    loop.send(Submit(request(1, 10, tokens=4)))
+    while len(loop.reports()) < 4:
+        time.sleep(0.001)
+    loop.send(Stop())
+    assert loop.end() == 0
+    assert cores[0].reports_at == [1, 2, 3, 4]
 
 
 class Scripted(FakeCore):

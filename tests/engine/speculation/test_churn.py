@@ -140,6 +140,8 @@ def churn(seed: int, policy: PolicySettings, *, compaction: bool) -> Speculating
             if delta.finish_reason is not None:
                 finished[delta.request_id] = delta.finish_reason
         core.scheduler.check()
+        if rng.random() < 0.5:
+            core.prepare()  # else with the next step, after more requests ended
     for request_id, want in truth.items():
         cut = len(seen[request_id]) if request_id in aborted else len(want)
         assert seen[request_id] == want[:cut]
