@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.attention.types import AttentionParams, KvPages
 from kernels.batch import RaggedBatch
 from kernels.draft_chain.types import ChainStart, ChainWeights
+from kernels.environment import set_triton_defaults
 from kernels.gdn.types import GdnParams, GdnState
 from kernels.moe.naive import Experts, MoeParams
 from kernels.moves.naive import MoveRows
@@ -125,6 +126,7 @@ def triton_ops(dtype: torch.dtype, *, batch_invariant: bool) -> Ops:
     Products go through torch (cuBLAS), which picks another order of summation for other numbers of
     rows; with `batch_invariant` through tiles that are always the same.
     """
+    set_triton_defaults()
     from kernels.attention.triton import attention_mixer
     from kernels.gdn.triton import gdn_mixer
     from kernels.linear.naive import pack

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from benchmarks.gpu.geometries import LARGE, SMALL
 from benchmarks.gpu.options import Options
 from benchmarks.gpu.rows import BAD, Row, counts, table
+from kernels.environment import set_triton_defaults
 
 if TYPE_CHECKING:
     from benchmarks.gpu.runner import Stage
@@ -33,8 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.device == "cpu" and options.capability is None:
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # What a Triton without the variable does too; some warn that it will not stay so.
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    set_triton_defaults()
     from benchmarks.gpu import stage_card
     from benchmarks.gpu.runner import run_stages
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kernels.environment import TRITON_DEFAULTS
 from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +37,7 @@ print(json.dumps([kernel.metadata.shared, kernel.asm["ptx"]]))
 def decode(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str]:
     """Bytes of shared memory of one program, and its PTX."""
     folder = tmp_path_factory.mktemp("triton")
-    env = {"TRITON_CACHE_DIR": str(folder), "TRITON_DEFAULT_FP_FUSION": "1"}
+    env = {"TRITON_CACHE_DIR": str(folder), **TRITON_DEFAULTS}
     found: Any = json.loads(run_python(CODE, folder, seconds=120, **env).splitlines()[-1])
     return int(found[0]), str(found[1])
 
@@ -78,5 +79,5 @@ print(kernel.metadata.shared)
 
 def test_a_prompt_fits_a_card_with_less_shared_memory(tmp_path: Path) -> None:
     """Compute capability 12.1 (DGX Spark) allows 101,376 bytes a block; 128 lines need 139,776."""
-    env = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    env = {"TRITON_CACHE_DIR": str(tmp_path), **TRITON_DEFAULTS}
     assert int(run_python(SMALL, tmp_path, seconds=120, **env).splitlines()[-1]) <= 101_376

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import kernels
+from kernels.environment import TRITON_DEFAULTS
 from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +49,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str] | 
     """Per operator its kernels' names, or what the compiler said."""
     # A cache of its own: what an earlier run compiled would hide that nothing compiles now.
     folder = tmp_path_factory.mktemp("triton")
-    env = {"TRITON_CACHE_DIR": str(folder), "TRITON_DEFAULT_FP_FUSION": "1"}
+    env = {"TRITON_CACHE_DIR": str(folder), **TRITON_DEFAULTS}
     printed = run_python(COMPILE, folder, seconds=300, **env)
     found: dict[str, list[str] | str] = json.loads(printed.splitlines()[-1])
     return found

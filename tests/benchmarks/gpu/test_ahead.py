@@ -13,6 +13,7 @@ from benchmarks.gpu.ahead_engine import ZeroFilled, narrowed
 from benchmarks.gpu.geometries import LARGE, SMALL, geometry
 from engine.reserve.parameters import tensors_of_config
 from engine.weights.model_config import parse_config
+from kernels.environment import TRITON_DEFAULTS
 from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,7 +53,7 @@ print([variant.kernel for variant in variants], float(x.sum()))
 
 def test_variants_are_compiled_once_and_faults_are_raised(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(KERNELS, encoding="utf-8")
-    env = {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_DEFAULT_FP_FUSION": "1"}
+    env = {"TRITON_CACHE_DIR": str(tmp_path / "cache"), **TRITON_DEFAULTS}
     out = run_python(TRY, tmp_path, **env).splitlines()
     assert out == ["CompilationError True", "['good', 'good'] 0.0"]
 
