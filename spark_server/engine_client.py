@@ -233,7 +233,7 @@ class ProcessEngineClient:
                 for delta in deltas:
                     self._streams.deliver(delta)
             case Heartbeat():
-                self.metrics.on_heartbeat(event.cpu_seconds, event.resident)
+                self.metrics.on_heartbeat(event.cpu_seconds, event.resident, event.peak)
                 self._clock.beat(event, now)
             case Rejected():
                 self._streams.reject(event.request_id, _rejection(event))

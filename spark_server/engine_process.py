@@ -33,6 +33,7 @@ from engine.errors import (
     UnsupportedKernelError,
 )
 from engine.request import EngineStats, FinishReason, GenerationRequest, SamplingParams, TokenDelta
+from engine.reserve.peak import PeakMemory
 from spark_server.engine_api import ModelInfo
 from spark_server.logging import setup_logging
 from spark_server.resolve import finish_config
@@ -170,10 +171,15 @@ def _end_with_parent(pipe: io.FileIO, folder: Path) -> None:
 
 
 class StepClock:
-    """When the running step began; written by the loop, read by the heartbeat."""
+    """When the running step began, and the peak of memory; set by the loop, read by the heartbeat.
+
+    Attributes:
+        peak: gives bytes; 0 before the start is done.
+    """
 
     def __init__(self) -> None:
         self.began: float | None = None
+        self.peak: Callable[[], int] = int
         self.stop = threading.Event()
 
     def age(self) -> float | None:
@@ -187,7 +193,8 @@ def _beat(context: zmq.Context[Any], endpoint: str, clock: StepClock) -> None:
     socket.connect(endpoint)
     process = psutil.Process()
     while not clock.stop.wait(HEARTBEAT_SECONDS):
-        beat = Heartbeat(clock.age(), time.process_time(), int(process.memory_info().rss))
+        resident = int(process.memory_info().rss)
+        beat = Heartbeat(clock.age(), time.process_time(), resident, clock.peak())
         socket.send(encode(beat))
     socket.close()
 
@@ -196,11 +203,12 @@ def run(launch: Launch, commands: zmq.Socket[bytes], send: Send, clock: StepCloc
     """Build the engine, prove it with one known answer, then serve; returns the exit code."""
     try:
         try:
-            core = _start(launch, send)
+            core, memory = _start(launch, send)
         except (ConfigError, ModelFormatError, UnsupportedKernelError) as error:
             send(Failed(str(error), user=True))
             return EXIT_USERS
-        _loop(core, commands, send, clock)
+        clock.peak = memory.read
+        _loop(core, commands, send, clock, memory)
     except Exception as error:
         logger.exception("The engine failed")
         send(Failed(f"{type(error).__name__}: {error}", user=False))
@@ -208,7 +216,7 @@ def run(launch: Launch, commands: zmq.Socket[bytes], send: Send, clock: StepCloc
     return 0
 
 
-def _start(launch: Launch, send: Send) -> Core:
+def _start(launch: Launch, send: Send) -> tuple[Core, PeakMemory]:
     began = time.perf_counter()
     module, _, name = launch.factory.partition(":")
     factory: Factory = getattr(importlib.import_module(module), name)
@@ -239,10 +247,11 @@ def _start(launch: Launch, send: Send) -> Core:
         grammar=bool(getattr(built.info, "grammar", False)),
         created=int(time.time()),
     )
-    send(Ready(info, built.ledger.as_dict(), built.core.stats()))
+    ledger = built.ledger.as_dict()
+    send(Ready(info, ledger, built.core.stats()))
     for prepare in getattr(built, "later", ()):
         prepare()
-    return built.core
+    return built.core, PeakMemory(ledger["terms"], config.device)
 
 
 def known_answer(core: Core, vocab_size: int) -> tuple[int, ...]:
@@ -278,11 +287,15 @@ def _ask(core: Core, vocab_size: int) -> tuple[int, ...]:
     raise InvariantError(f"the known-answer step did not end within {_PROBE_STEPS} steps")
 
 
-def _loop(core: Core, commands: zmq.Socket[bytes], send: Send, clock: StepClock) -> None:
+def _loop(
+    core: Core, commands: zmq.Socket[bytes], send: Send, clock: StepClock, memory: PeakMemory
+) -> None:
     """Take what has come, step, report; without work, sleep until a command comes."""
     steps = core.stats().steps
     while True:
         busy = core.has_work()
+        if not busy:
+            memory.say()
         received = _receive(commands, wait=not busy)
         for command in received:
             if isinstance(command, Stop):

@@ -83,6 +83,7 @@ METRIC_NAMES = (
     "spark_http_requests_total",
     "spark_process_cpu_seconds_total",
     "spark_process_resident_bytes",
+    "spark_engine_peak_bytes",
     "spark_metrics_faults_total",
     *PREFIX_CACHE_NAMES,
     *SPECULATION_NAMES,
@@ -175,14 +176,16 @@ class _ProcessCollector(Collector):
 
     def __init__(self) -> None:
         self.engine_resident = 0
+        self.engine_peak = 0
         self._engine_cpu = 0.0
         self._earlier_cpu = 0.0
 
-    def engine(self, cpu_seconds: float, resident: int) -> None:
+    def engine(self, cpu_seconds: float, resident: int, peak: int) -> None:
         if cpu_seconds < self._engine_cpu:
             self._earlier_cpu += self._engine_cpu
         self._engine_cpu = cpu_seconds
         self.engine_resident = resident
+        self.engine_peak = peak
 
     def collect(self) -> Iterator[Metric]:
         cpu = CounterMetricFamily(
@@ -197,6 +200,11 @@ class _ProcessCollector(Collector):
         resident.add_metric(["api"], resident_bytes())
         resident.add_metric(["engine"], self.engine_resident)
         yield resident
+        yield GaugeMetricFamily(
+            "spark_engine_peak_bytes",
+            "Most that the engine held: resident bytes, on a card bytes of tensors",
+            value=self.engine_peak,
+        )
 
 
 def resident_bytes() -> int:
@@ -411,6 +419,7 @@ class Metrics:
         self._prefix_cache.restart()
         self._watchdogs.restart()
         self._processes.engine_resident = 0
+        self._processes.engine_peak = 0
 
     @_safe
     def on_restart(self) -> None:
@@ -418,9 +427,9 @@ class Metrics:
         self._restarts.inc()
 
     @_safe
-    def on_heartbeat(self, cpu_seconds: float, resident: int) -> None:
-        """CPU time and resident bytes of the engine process."""
-        self._processes.engine(cpu_seconds, resident)
+    def on_heartbeat(self, cpu_seconds: float, resident: int, peak: int) -> None:
+        """CPU time, resident bytes and peak of memory of the engine process."""
+        self._processes.engine(cpu_seconds, resident, peak)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """The page of /metrics and its content type, in the format that `accept` asks for."""

@@ -108,11 +108,13 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
         step_age: seconds since the running step began, or None between steps.
         cpu_seconds: CPU time of the process so far.
         resident: resident bytes of the process.
+        peak: bytes that the engine held at most, on a card of tensors; 0 before the start is done.
     """
 
     step_age: float | None
     cpu_seconds: float
     resident: int
+    peak: int
 
 
 Command = Submit | Abort | Stop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,12 @@ FACTORY = "tests.spark_server.fake_core:build"
 class Loop:
     """`run` on a thread, with an in-process socket and a list of what it sent."""
 
-    def __init__(self, config: EngineConfig = CONFIG, factory: str = FACTORY) -> None:
+    def __init__(
+        self,
+        config: EngineConfig = CONFIG,
+        factory: str = FACTORY,
+        clock: StepClock | None = None,
+    ) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.push = self.context.socket(zmq.PUSH)
         self.push.bind("inproc://commands")
@@ -47,6 +53,7 @@ class Loop:
         self.pull.connect("inproc://commands")
         self.events: list[Event] = []
         self.code: int | None = None
+        self.clock = clock or StepClock()
         self.launch = Launch(factory, "", "", config, "fake")
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -57,7 +64,7 @@ class Loop:
             self.launch,
             self.pull,
             lambda event: self.events.append(decode_event(encode(event))),
-            StepClock(),
+            self.clock,
         )
 
     def send(self, *commands: Command) -> None:
@@ -98,6 +105,31 @@ def test_ready_comes_after_the_phases_and_stop_ends_the_loop(loop: Loop) -> None
     ready = next(event for event in loop.events if isinstance(event, Ready))
     assert ready.info.max_waiting == CONFIG.max_waiting
     assert ready.ledger["total_bytes"] == 1024
+
+
+def test_the_peak_of_memory_is_logged_after_the_start_and_when_idle_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    peaks = [1000, 1000, 1020, 1040]
+    monkeypatch.setattr("engine.reserve.peak.peak_resident", lambda: peaks.pop(0))
+    clock = StepClock()
+    assert clock.peak() == 0
+    with caplog.at_level(logging.INFO, "engine.reserve.peak"):
+        loop = Loop(clock=clock)
+        for number in range(3):
+            loop.send(Submit(request(number, 10, tokens=2)))
+            while len(loop.reports()) < 2 * (number + 1):
+                time.sleep(0.001)
+        loop.send(Stop())
+        assert loop.end() == 0
+    said = [r.getMessage() for r in caplog.records if r.name == "engine.reserve.peak"]
+    assert said == [
+        "Peak memory: 1000 B resident, 1.0 KiB planned, 24 B less",
+        "Peak memory: 1020 B resident, 1.0 KiB planned, 4 B less",
+        "Peak memory: 1.0 KiB resident, 1.0 KiB planned, 16 B more",
+    ]
+    peaks.append(7)
+    assert clock.peak() == 7
 
 
 def test_reports_in_order_and_an_idle_report_after_an_abort(loop: Loop) -> None:

@@ -10,7 +10,7 @@ from spark_server.wire import Heartbeat, StepReport
 
 
 def beat(step_age: float | None, cpu: float) -> Heartbeat:
-    return Heartbeat(step_age, cpu, 0)
+    return Heartbeat(step_age, cpu, 0, 0)
 
 
 def test_a_step_with_rows_or_deltas_is_progress_and_an_empty_one_is_not() -> None:

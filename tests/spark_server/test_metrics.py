@@ -118,17 +118,19 @@ def test_engine_counters_rise_over_restarts_and_gauges_fall_to_idle() -> None:
         steps_by_kind=(("decode", 60), ("mixed", 2)),
     )
     metrics.on_step(busy, stepped=True)
-    metrics.on_heartbeat(5.0, 1000)
+    metrics.on_heartbeat(5.0, 1000, 2000)
+    assert value(metrics, "spark_engine_peak_bytes") == 2000
     assert value(metrics, "spark_engine_generation_tokens_total") == 100
     assert value(metrics, "spark_requests_running") == 3
     metrics.on_engine_lost()
+    assert value(metrics, "spark_engine_peak_bytes") == 0
     assert value(metrics, "spark_requests_running") == 0
     assert value(metrics, "spark_kv_blocks_used") == 0
     assert value(metrics, "spark_engine_generation_tokens_total") == 100
     metrics.on_restart()
     metrics.on_ready(INFO, [], warm)
     metrics.on_step(EngineStats(generation_tokens=9), stepped=False)
-    metrics.on_heartbeat(1.0, 1000)
+    metrics.on_heartbeat(1.0, 1000, 1000)
     assert value(metrics, "spark_engine_generation_tokens_total") == 101
     assert value(metrics, "spark_steps_total", kind="decode") == 52
     assert value(metrics, "spark_process_cpu_seconds_total", process="engine") == 6.0
