@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.attention.types import AttentionParams, KvPages
 from kernels.batch import RaggedBatch
-from kernels.draft_chain.types import ChainStart, ChainWeights
+from kernels.draft_chain.types import ChainStart, ChainWeights, Drafts
 from kernels.environment import set_triton_defaults
 from kernels.gdn.types import GdnParams, GdnState
 from kernels.moe.naive import Experts, MoeParams
@@ -49,7 +49,7 @@ class Ops:
     moe_mlp: Callable[[Tensor, MoeParams, Callable[[Tensor], Tensor]], Tensor]
     top1: Callable[[Tensor], tuple[Tensor, Tensor]]
     move_rows: MoveRows
-    draft_chain: Callable[[ChainWeights, ChainStart], tuple[Tensor, Tensor]] | None
+    draft_chain: Callable[[ChainWeights, ChainStart], Drafts] | None
     limit_threads: Callable[[int], None]
     one_form: bool = False
 

@@ -122,8 +122,9 @@ class SelfTest:
             )
         if self._ops.draft_chain is not None:
             weights, start = self._chain()
-            truth = naive_draft_chain(_copy(weights), start)
-            error = relative_error(self._ops.draft_chain(weights, start), truth)
+            truth = [torch.from_numpy(a) for a in naive_draft_chain(_copy(weights), start)]
+            made = [torch.from_numpy(a) for a in self._ops.draft_chain(weights, start)]
+            error = relative_error(made, truth)
             # Sums are re-associated there, over products in bfloat16.
             yield OperatorResult("draft_chain", forms["draft_chain"], error, 1e-3)
 
@@ -305,8 +306,8 @@ class SelfTest:
         start = ChainStart(
             tokens=np.array([3, 9], np.int64),
             hidden=self._random(2, WIDTH),
-            positions=np.array([62, 70], np.int64),
             row_start=np.array([0, 1, 2], np.int64),
+            begins=np.array([62, 70], np.int64),
             block_tables=np.arange(2 * BLOCKS).reshape(2, BLOCKS),
             first_key=np.zeros(2, np.int64),
             depths=np.array([3, 3], np.int64),

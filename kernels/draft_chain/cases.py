@@ -17,9 +17,9 @@ from torch import Tensor
 from kernels.attention.types import AttentionParams, KvPages
 from kernels.cases import Case, CaseSize
 from kernels.draft_chain import naive
-from kernels.draft_chain.types import ChainStart, ChainWeights
+from kernels.draft_chain.types import ChainStart, ChainWeights, Drafts
 
-Chain = Callable[[ChainWeights, ChainStart], tuple[Tensor, Tensor]]
+Chain = Callable[[ChainWeights, ChainStart], Drafts]
 
 PAGE = 64
 # Width, inner width, vocabulary, heads, KV heads, head size; then rows and depths of sequences.
@@ -46,12 +46,12 @@ def _case(
     sizes: tuple[int, ...], counts: list[int], depths: list[int], device: torch.device
 ) -> Case:
     form, chain = _chain(device)
-    drafted: Tensor = torch.arange(max(depths))[:, None] < torch.tensor(depths)
+    drafted: Tensor = torch.arange(max(depths)) < torch.tensor(depths)[:, None]
     weights = cache(lambda: _weights(*sizes))
     start = cache(lambda: _start(sizes[0], sizes[2], counts, depths))
 
     def outcome(chain: Chain, weights: ChainWeights, start: ChainStart) -> list[Tensor]:
-        ids, logprobs = chain(weights, start)
+        ids, logprobs = map(torch.from_numpy, chain(weights, start))
         return [ids[drafted], logprobs[drafted], weights.pages.k, weights.pages.v]
 
     def run() -> list[Tensor]:
@@ -131,10 +131,8 @@ def _start(width: int, vocabulary: int, counts: list[int], depths: list[int]) ->
     return ChainStart(
         tokens=np.arange(5, 5 + rows) % vocabulary,
         hidden=torch.randn(rows, width, generator=generator),
-        positions=np.concatenate(
-            [np.arange(end - n + 1, end + 1) for n, end in zip(counts, ends, strict=True)]
-        ),
         row_start=np.cumsum([0, *counts]),
+        begins=np.array([end - n + 1 for n, end in zip(counts, ends, strict=True)]),
         block_tables=np.arange(4 * len(counts)).reshape(len(counts), 4),
         first_key=np.zeros(len(counts), np.int64),
         depths=np.array(depths),

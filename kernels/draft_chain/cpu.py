@@ -10,14 +10,12 @@ from typing import Any
 
 import numba
 import numpy as np
-import torch
 from numba import prange
-from torch import Tensor
 
 from kernels.attention.cpu import attend_group, write_row
 from kernels.draft_chain.products import BLOCK, fast, products, wide
-from kernels.draft_chain.types import ChainStart, ChainWeights
-from kernels.jit import exp32, host, parallel_kernel, sigmoid32
+from kernels.draft_chain.types import ChainStart, ChainWeights, Drafts
+from kernels.jit import exp32, parallel_kernel, sigmoid32
 
 
 @fast
@@ -75,7 +73,8 @@ def _write_rows(
     chosen: Any,
     tokens: Any,
     hidden: Any,
-    positions: Any,
+    row_start: Any,
+    begins: Any,
     owners: Any,
     tables: Any,
     matrices: Any,
@@ -101,20 +100,19 @@ def _write_rows(
     kv = np.empty((BLOCK, kv_width), np.float32)
     products(qkv_weight[qkv_weight.shape[0] - kv_width :], normed, rows, kv)
     for r in range(rows):
-        row = chosen[r]
-        write_row(
-            kv[r], k_norm, cos, sin, eps, positions[row], tables[owners[row]], pages_k, pages_v
-        )
+        s = owners[chosen[r]]
+        position = begins[s] + chosen[r] - row_start[s]
+        write_row(kv[r], k_norm, cos, sin, eps, position, tables[s], pages_k, pages_v)
 
 
 @fast
 def _draft(
     first: Any,
     rows: Any,
-    last: Any,
     tokens: Any,
     hidden: Any,
-    positions: Any,
+    row_start: Any,
+    begins: Any,
     tables: Any,
     first_key: Any,
     depths: Any,
@@ -135,11 +133,12 @@ def _draft(
     state = np.zeros((BLOCK, width), np.float32)
     deepest = 0
     for r in range(rows):
-        row = last[first + r]
+        s = first + r
+        row = row_start[s + 1] - 1
         own_tokens[r] = tokens[row]
-        at[r] = positions[row]
+        at[r] = begins[s] + row - row_start[s]
         _copy(hidden[row], state[r])
-        deepest = max(deepest, depths[first + r])
+        deepest = max(deepest, depths[s])
     residual = np.empty((BLOCK, width), np.float32)
     normed = np.zeros((BLOCK, width), np.float32)
     added = np.empty((BLOCK, width), np.float32)
@@ -192,21 +191,35 @@ def _draft(
         products(head, state, rows, logits)
         for r in range(rows):
             place, logprob = _best(logits[r])
-            ids[depth, first + r] = place
-            logprobs[depth, first + r] = logprob
+            ids[first + r, depth] = place
+            logprobs[first + r, depth] = logprob
             own_tokens[r] = place
             at[r] += 1
 
 
+@fast
+def _caught_up(row_start: Any, depths: Any) -> Any:
+    """(indices [n] of the rows that only leave keys and values, the sequence of each row [R])."""
+    total = row_start[row_start.shape[0] - 1]
+    chosen = np.empty(total, np.int64)
+    owners = np.empty(total, np.int64)
+    count = 0
+    for s in range(depths.shape[0]):
+        for row in range(row_start[s], row_start[s + 1]):
+            owners[row] = s
+            if depths[s] == 0 or row + 1 < row_start[s + 1]:
+                chosen[count] = row
+                count += 1
+    return chosen[:count], owners
+
+
 @parallel_kernel
 def _chain(
-    written: Any,
-    last: Any,
     block: Any,
     tokens: Any,
     hidden: Any,
-    positions: Any,
-    owners: Any,
+    row_start: Any,
+    begins: Any,
     tables: Any,
     first_key: Any,
     depths: Any,
@@ -217,13 +230,15 @@ def _chain(
     ids: Any,
     logprobs: Any,
 ) -> None:
-    sequences = last.shape[0]
+    sequences = depths.shape[0]
+    written, owners = _caught_up(row_start, depths)
     for b in prange((written.shape[0] + BLOCK - 1) // BLOCK):
         _write_rows(
             written[b * BLOCK : (b + 1) * BLOCK],
             tokens,
             hidden,
-            positions,
+            row_start,
+            begins,
             owners,
             tables,
             matrices,
@@ -235,10 +250,10 @@ def _chain(
         _draft(
             b * block,
             min(block, sequences - b * block),
-            last,
             tokens,
             hidden,
-            positions,
+            row_start,
+            begins,
             tables,
             first_key,
             depths,
@@ -251,44 +266,23 @@ def _chain(
         )
 
 
-def draft_chain(weights: ChainWeights, start: ChainStart) -> tuple[Tensor, Tensor]:
-    """As naive.draft_chain."""
+def draft_chain(weights: ChainWeights, start: ChainStart) -> Drafts:
+    """As naive.draft_chain; what lies beyond a sequence's own depth was never written."""
     sequences = len(start.depths)
-    last = start.row_start[1:] - 1
-    own = np.ones(len(start.tokens), np.bool_)
-    own[last[start.depths > 0]] = False
-    threads = numba.get_num_threads()
-    depth = int(start.depths.max())
-    ids = torch.zeros((depth, sequences), dtype=torch.int64)
-    logprobs = torch.zeros((depth, sequences))
-    w, a = weights, weights.attention
+    shape = sequences, max(start.depths.tolist())
+    ids, logprobs = np.empty(shape, np.int64), np.empty(shape, np.float32)
     _chain(
-        np.flatnonzero(own),
-        last,
-        max(1, min(BLOCK, -(-sequences // threads))),
+        min(BLOCK, -(-sequences // numba.get_num_threads())),
         start.tokens,
         start.hidden.numpy(),
-        start.positions,
-        np.repeat(np.arange(sequences), np.diff(start.row_start)),
+        start.row_start,
+        start.begins,
         start.block_tables,
         start.first_key,
         start.depths,
-        tuple(_stored(m) for m in (w.embed, w.fc, w.qkv, w.o, w.gate_up, w.down, w.head)),
-        tuple(
-            host(s) for s in (w.norm_embedding, w.norm_hidden, w.input_norm, w.post_norm, w.norm)
-        ),
-        tuple(host(t) for t in (a.q_norm, a.k_norm, a.cos, a.sin, w.pages.k, w.pages.v)),
-        np.float32(a.eps),
-        ids.numpy(),
-        logprobs.numpy(),
+        *weights.arrays,
+        np.float32(weights.attention.eps),
+        ids,
+        logprobs,
     )
     return ids, logprobs
-
-
-def _stored(matrix: Tensor) -> Any:
-    """A bfloat16 matrix as the uint16 that the kernels read, seen once and kept with it."""
-    kept = matrix.__dict__
-    array = kept.get("_host_view")
-    if array is None:
-        array = kept["_host_view"] = matrix.contiguous().view(torch.uint16).numpy()
-    return array

@@ -8,32 +8,39 @@ from torch import Tensor
 
 from kernels.attention.naive import attention_mixer
 from kernels.batch import RaggedBatch
-from kernels.draft_chain.types import ChainStart, ChainWeights, Int64
+from kernels.draft_chain.types import ChainStart, ChainWeights, Drafts, Int64
 from kernels.rms_norm.naive import join_norms, rms_norm
 from kernels.silu_mul.naive import silu_mul
 from kernels.top1.naive import top1
 
 
-def draft_chain(weights: ChainWeights, start: ChainStart) -> tuple[Tensor, Tensor]:
-    """Drafts of every sequence -> (tokens [D, B] int64, log-probabilities [D, B]).
+def draft_chain(weights: ChainWeights, start: ChainStart) -> Drafts:
+    """Drafts of every sequence -> (tokens [B, D] int64, log-probabilities [B, D]).
 
     D is the largest of `start.depths`; what lies beyond a sequence's own depth means nothing. Keys
     and values are left by all rows and by all re-fed ones. Computed in the dtype of `start.hidden`.
     """
     last = start.row_start[1:] - 1
-    owners = np.repeat(np.arange(len(start.depths)), np.diff(start.row_start))
-    _rows(weights, start, torch.from_numpy(start.tokens), start.hidden, start.positions, owners)
+    row_positions = start.positions()
+    _rows(
+        weights,
+        start,
+        torch.from_numpy(start.tokens),
+        start.hidden,
+        row_positions,
+        start.owners(),
+    )
     deepest = int(start.depths.max())
-    ids = torch.zeros(deepest, len(last), dtype=torch.int64)
-    logprobs = torch.zeros(deepest, len(last), dtype=start.hidden.dtype)
+    ids = torch.zeros(len(last), deepest, dtype=torch.int64)
+    logprobs = torch.zeros(len(last), deepest, dtype=start.hidden.dtype)
     tokens, hidden = torch.from_numpy(start.tokens[last]), start.hidden[last]
     for depth in range(deepest):
         going = np.flatnonzero(start.depths > depth)
-        positions = start.positions[last[going]] + depth
+        positions = row_positions[last[going]] + depth
         refed = _rows(weights, start, tokens[going], hidden[going], positions, going)
         tokens[going], hidden[going] = refed[0], refed[2]
-        ids[depth, going], logprobs[depth, going] = refed[0], refed[1]
-    return ids, logprobs
+        ids[going, depth], logprobs[going, depth] = refed[0], refed[1]
+    return ids.numpy(), logprobs.numpy()
 
 
 def _rows(

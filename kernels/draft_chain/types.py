@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.attention.types import AttentionParams, KvPages
 
 Int64 = NDArray[np.int64]
+Drafts = tuple[Int64, NDArray[np.floating[Any]]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChainWeights:
     """Matrices in bfloat16, [out, in]; norm scales in float32 with 1 + w folded.
 
@@ -46,6 +50,25 @@ class ChainWeights:
         parts = (self.fc, self.qkv, self.o, self.gate_up, self.down, self.head)
         return sum(part.numel() * part.element_size() for part in parts)
 
+    @cached_property
+    def arrays(self) -> tuple[Any, ...]:
+        """All of it as numpy sees it, looked up once: (matrices as uint16, scales, attention)."""
+        matrices = (self.embed, self.fc, self.qkv, self.o, self.gate_up, self.down, self.head)
+        scales = (
+            self.norm_embedding,
+            self.norm_hidden,
+            self.input_norm,
+            self.post_norm,
+            self.norm,
+        )
+        a, pages = self.attention, self.pages
+        attention = (a.q_norm, a.k_norm, a.cos, a.sin, pages.k, pages.v)
+        return (
+            tuple(matrix.contiguous().view(torch.uint16).numpy() for matrix in matrices),
+            tuple(scale.numpy() for scale in scales),
+            tuple(tensor.numpy() for tensor in attention),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ChainStart:
@@ -55,15 +78,24 @@ class ChainStart:
 
     Attributes:
         tokens: [R] the token after each row; hidden: [R, H] float32 of the row.
-        positions: [R] of the rows; row_start: [B + 1] first row of each sequence, then R.
+        row_start: [B + 1] first row of each sequence, then R; begins: [B] that row's position.
         block_tables: [B, T]; first_key: [B] see kernels.batch.
         depths: [B] drafts of each sequence, at least one of them above 0.
     """
 
     tokens: Int64
     hidden: Tensor
-    positions: Int64
     row_start: Int64
+    begins: Int64
     block_tables: Int64
     first_key: Int64
     depths: Int64
+
+    def owners(self) -> Int64:
+        """[R] the sequence of each row."""
+        return np.repeat(np.arange(len(self.depths)), np.diff(self.row_start))
+
+    def positions(self) -> Int64:
+        """[R] of the rows."""
+        offsets = self.begins - self.row_start[:-1]
+        return np.arange(len(self.tokens)) + offsets[self.owners()]
