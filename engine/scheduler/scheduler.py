@@ -14,10 +14,12 @@ from operator import attrgetter
 from engine.config import GRID, EngineConfig
 from engine.errors import ConfigError, InvariantError, RequestError
 from engine.prefix_cache import PrefixCache
-from engine.request import FinishReason, GenerationRequest, TokenDelta, TokenLogprobs
-from engine.runner import RowPhase, Segment
+from engine.request import FinishReason, GenerationRequest, TokenDelta
+from engine.runner import RowPhase
 from engine.scheduler.admission import Admission
 from engine.scheduler.holdings import Holdings, SlotMover
+from engine.scheduler.limits import output_limit
+from engine.scheduler.outcomes import take_tokens
 from engine.scheduler.plan import StepOutcome, StepPlan
 from engine.scheduler.queue import WaitingQueue
 from engine.scheduler.reuse import PrefixReuse, StatePort
@@ -104,7 +106,7 @@ class Scheduler:
         """
         if request.request_id in self._sequences:
             raise InvariantError(f"request id {request.request_id} is in use")
-        limit = self._output_limit(request)
+        limit = output_limit(request, self._config.max_seq_len, self.holdings.blocks.total)
         self.waiting.expect_room()
         now = self._clock()
         sequence = Sequence(
@@ -115,14 +117,6 @@ class Scheduler:
             now=now,
             held=held,
         )
-        if sequence.blocks_at_most() > self.holdings.blocks.total:
-            raise RequestError(
-                f"prompt and max_tokens need {len(request.prompt_ids) + limit} tokens of KV cache, "
-                f"the pool holds {self.holdings.blocks.total * GRID}; shorten the prompt, lower "
-                "max_tokens or raise --kv-tokens",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
         self._arrivals += 1
         self._sequences[request.request_id] = sequence
         if held:
@@ -345,8 +339,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, outcome: StepOutcome) -> list[TokenDelta]:
         """Take over a step's tokens, retire what ended and compact the slots.
 
-        A burst is cut at the first stop id and at the sequence's limit; nothing after the cut is
-        emitted or counted. Returns one delta for every sequence that has new tokens or ended.
+        Returns one delta for every sequence that has new tokens or ended.
 
         Raises:
             InvariantError: `plan` is not the step in flight or the outcome does not match it.
@@ -363,18 +356,12 @@ class Scheduler:
                 continue
             segment = plan.segments[index]
             tokens = outcome.tokens[index]
-            if segment.phase is RowPhase.DECODE:
-                if not 1 <= len(tokens) <= len(segment.token_ids):
-                    raise InvariantError(
-                        f"{len(tokens)} tokens from {len(segment.token_ids)} decode rows"
-                    )
-            else:
-                if len(tokens) != segment.logit_rows:
-                    raise InvariantError(f"{len(tokens)} tokens from {segment.logit_rows} rows")
-                self._advance_prompt(sequence, segment)
-            if tokens:
-                delta = self._emit(sequence, segment, tokens, logprobs[index] if logprobs else ())
+            delta = take_tokens(sequence, segment, tokens, logprobs[index] if logprobs else ())
+            if delta is not None:
                 deltas.append(delta)
+                self.generation_tokens += len(delta.token_ids)
+                if segment.phase is not RowPhase.DECODE:  # the first token of a fresh prompt
+                    self.prompt_tokens += len(sequence.prompt) - sequence.cached_tokens
                 if delta.finish_reason is not None:
                     ended.append(sequence)
             if sequence.computed >= sequence.checkpoint_at and self._reuse is not None:
@@ -404,57 +391,6 @@ class Scheduler:
         if plan is not self._in_flight:
             raise InvariantError("this step is not in flight")
         self._in_flight = None
-
-    def _advance_prompt(self, sequence: Sequence, segment: Segment) -> None:
-        sequence.computed += len(segment.token_ids)
-        if sequence.uncomputed:
-            return
-        generated = len(sequence.generated)
-        if segment.phase is RowPhase.PREFILL:
-            if generated == 0:
-                self.prompt_tokens += len(sequence.prompt) - sequence.cached_tokens
-            elif generated > 1:
-                sequence.phase = Phase.REPLAY
-                return
-        sequence.phase = Phase.DECODE
-
-    def _emit(
-        self,
-        sequence: Sequence,
-        segment: Segment,
-        tokens: Listing[int],
-        logprobs: Listing[TokenLogprobs],
-    ) -> TokenDelta:
-        """Append a burst up to its end, and say what was appended."""
-        generated = sequence.generated
-        stop_ids, limit = sequence.stop_ids, sequence.limit
-        finish: FinishReason | None = None
-        stop_id: int | None = None
-        kept = 0
-        for token in tokens:
-            generated.append(token)
-            kept += 1
-            if token in stop_ids:
-                finish, stop_id = FinishReason.STOP, token
-                break
-            if len(generated) >= limit:
-                finish = FinishReason.LENGTH
-                break
-        if segment.phase is RowPhase.DECODE:
-            sequence.computed += kept
-            if sequence.drafts:
-                sequence.count_burst(len(sequence.drafts), kept - 1)
-                sequence.drafts = ()
-        self.generation_tokens += kept
-        sequence.finish_reason = finish
-        return TokenDelta(
-            sequence.request_id,
-            tuple(tokens[:kept]),
-            tuple(logprobs[:kept]),
-            finish,
-            stop_id,
-            stats=sequence.stats() if finish is not None else None,
-        )
 
     # ---- retirement ----------------------------------------------------------------------
 
@@ -515,22 +451,3 @@ class Scheduler:
     def _compact(self) -> None:
         if self._config.slot_compaction:
             self.holdings.compact()
-
-    def _output_limit(self, request: GenerationRequest) -> int:
-        """Tokens that the request may generate, by max_tokens and the context length."""
-        length, longest = len(request.prompt_ids), self._config.max_seq_len
-        if length == 0:
-            raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
-        if length >= longest:
-            raise RequestError(
-                f"the prompt has {length} tokens and the context length is {longest}; shorten the "
-                "prompt so that one token can be generated",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        if request.sampling.max_tokens < 1:
-            raise RequestError(
-                f"max_tokens is {request.sampling.max_tokens} and must be at least 1",
-                param="max_tokens",
-            )
-        return min(request.sampling.max_tokens, longest - length)

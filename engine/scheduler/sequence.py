@@ -153,8 +153,8 @@ class Sequence:
         return blocks_for(len(self.prompt) + len(self.generated))
 
     def blocks_at_most(self) -> int:
-        """KV blocks that the longest possible output needs; its last token is never consumed."""
-        return blocks_for(len(self.prompt) + self.limit - 1)
+        """KV blocks that the longest possible output needs."""
+        return blocks_at_most(len(self.prompt), self.limit)
 
     def token_at(self, position: int) -> int:
         """The known token at `position`, counted from the start of the prompt."""
@@ -239,3 +239,8 @@ class Sequence:
 def blocks_for(tokens: int) -> int:
     """KV blocks that `tokens` tokens fill."""
     return -(-tokens // GRID)
+
+
+def blocks_at_most(prompt: int, output: int) -> int:
+    """KV blocks of a prompt with its longest output; the last token is never consumed."""
+    return blocks_for(prompt + output - 1)

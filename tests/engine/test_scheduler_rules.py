@@ -209,6 +209,17 @@ def test_requests_that_can_never_run_are_refused_at_once() -> None:
     assert len(rig.tokens[1]) == 57
 
 
+def test_what_can_never_run_is_not_asked_to_come_back_later() -> None:
+    """A full queue refuses with a time to retry, which would not help these."""
+    rig = Rig(slots=1, blocks=4, max_seq_len=1000, max_waiting=1)
+    rig.add(request(1, prompt(4), 5))
+    with pytest.raises(RequestError, match=r"need 258 tokens .* holds 256") as error:
+        rig.add(request(2, prompt(200), 58))
+    assert not isinstance(error.value, QueueFullError)
+    with pytest.raises(QueueFullError):
+        rig.add(request(2, prompt(200), 57))
+
+
 def test_the_context_length_ends_a_sequence() -> None:
     rig = Rig(max_seq_len=20)
     rig.add(request(1, prompt(19), 100, ignore_eos=True))
