@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from prometheus_client import (
@@ -18,14 +17,13 @@ from prometheus_client import (
     Histogram,
     disable_created_metrics,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
 
 from engine.request import EngineStats, RequestStats
 from spark_server.engine_api import Endpoint, EngineState, ModelInfo, Outcome
+from spark_server.engine_metrics import ENGINE_NAMES, EngineCollector
 from spark_server.prefix_cache_metrics import PREFIX_CACHE_NAMES, PrefixCacheCollector
-from spark_server.rising import Rising
+from spark_server.process_metrics import PROCESS_NAMES, ProcessCollector
 from spark_server.speculation_metrics import SPECULATION_NAMES, SpeculationCollector
 from spark_server.version import version
 from spark_server.watchdog_metrics import WATCHDOG_NAMES, WatchdogCollector
@@ -43,7 +41,6 @@ _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 13
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
 _STATUS_CLASSES = frozenset({"1xx", "2xx", "3xx", "4xx", "5xx"})
 _OTHER = "other"
-_STEP_KINDS = ("decode", "prefill", "mixed", "verify")
 _MAX_ROUTES = 64
 
 # Every name under which a sample family is exported, for the dashboard and its test. Histograms
@@ -52,12 +49,6 @@ METRIC_NAMES = (
     "spark_requests_started_total",
     "spark_requests_finished_total",
     "spark_requests_active",
-    "spark_requests_running",
-    "spark_requests_waiting",
-    "spark_slots",
-    "spark_slots_used",
-    "spark_kv_blocks",
-    "spark_kv_blocks_used",
     "spark_prompt_tokens_total",
     "spark_generation_tokens_total",
     "spark_request_prompt_tokens",
@@ -67,12 +58,6 @@ METRIC_NAMES = (
     "spark_request_seconds",
     "spark_queue_seconds",
     "spark_step_seconds",
-    "spark_step_rows",
-    "spark_steps_total",
-    "spark_preemptions_total",
-    "spark_jit_compiles_total",
-    "spark_engine_prompt_tokens_total",
-    "spark_engine_generation_tokens_total",
     "spark_engine_state",
     "spark_engine_age_seconds",
     "spark_engine_restarts_total",
@@ -81,10 +66,9 @@ METRIC_NAMES = (
     "spark_build_info",
     "spark_model_info",
     "spark_http_requests_total",
-    "spark_process_cpu_seconds_total",
-    "spark_process_resident_bytes",
-    "spark_engine_peak_bytes",
     "spark_metrics_faults_total",
+    *ENGINE_NAMES,
+    *PROCESS_NAMES,
     *PREFIX_CACHE_NAMES,
     *SPECULATION_NAMES,
     *WATCHDOG_NAMES,
@@ -110,110 +94,6 @@ def _safe(method: Callable[P, R]) -> Callable[P, R | None]:
     return guarded
 
 
-class _EngineCollector(Collector):
-    """Gauges and counters that the engine counts itself, read when somebody scrapes."""
-
-    def __init__(self) -> None:
-        self._latest = EngineStats()
-        self._totals: Rising[str] = Rising()
-
-    def report(self, stats: EngineStats) -> None:
-        """What the engine says of itself."""
-        self._latest = stats
-        self._totals.report(_counts(stats))
-
-    def restart(self, baseline: EngineStats | None = None) -> None:
-        """A new engine process counts, or none; `baseline` is what its warm-up counted."""
-        self._latest = baseline or EngineStats()
-        self._totals.restart(_counts(self._latest))
-
-    def collect(self) -> Iterator[Metric]:
-        now = self._latest
-        gauges = (
-            ("spark_requests_running", "Sequences in the running batch", now.running),
-            ("spark_requests_waiting", "Sequences in the engine's queue", now.waiting),
-            ("spark_slots", "State slots of the pool", now.slots_total),
-            ("spark_slots_used", "State slots that a sequence owns", now.slots_used),
-            ("spark_kv_blocks", "KV blocks of the pool", now.kv_blocks_total),
-            ("spark_kv_blocks_used", "KV blocks that a sequence owns", now.kv_blocks_used),
-            ("spark_step_rows", "Rows of the last step", now.last_step_rows if now.running else 0),
-        )
-        for name, text, value in gauges:
-            yield GaugeMetricFamily(name, text, value=value)
-        counts = self._totals.totals()
-        counters = (
-            ("spark_engine_prompt_tokens", "Prompt tokens that the engine ran", "prompt"),
-            ("spark_engine_generation_tokens", "Tokens that the engine emitted", "generation"),
-            ("spark_preemptions", "Sequences that gave up their memory to others", "preemptions"),
-            (
-                "spark_jit_compiles",
-                "Kernels compiled after the start; 0 if it made all",
-                "compiles",
-            ),
-        )
-        for name, text, key in counters:
-            yield CounterMetricFamily(name, text, value=counts.get(key, 0.0))
-        steps = CounterMetricFamily("spark_steps", "Steps by what they carried", labels=["kind"])
-        for kind in _STEP_KINDS:
-            steps.add_metric([kind], counts.get(kind, 0.0))
-        yield steps
-
-
-def _counts(stats: EngineStats) -> dict[str, float]:
-    """Everything in a report that only rises."""
-    kinds = dict(stats.steps_by_kind)
-    return {
-        "prompt": stats.prompt_tokens,
-        "generation": stats.generation_tokens,
-        "preemptions": stats.preemptions,
-        "compiles": stats.jit_compiles,
-        **{kind: kinds.get(kind, 0) for kind in _STEP_KINDS},
-    }
-
-
-class _ProcessCollector(Collector):
-    """CPU time and resident memory of both processes; the engine's come with its heartbeat."""
-
-    def __init__(self) -> None:
-        self.engine_resident = 0
-        self.engine_peak = 0
-        self._engine_cpu = 0.0
-        self._earlier_cpu = 0.0
-
-    def engine(self, cpu_seconds: float, resident: int, peak: int) -> None:
-        if cpu_seconds < self._engine_cpu:
-            self._earlier_cpu += self._engine_cpu
-        self._engine_cpu = cpu_seconds
-        self.engine_resident = resident
-        self.engine_peak = peak
-
-    def collect(self) -> Iterator[Metric]:
-        cpu = CounterMetricFamily(
-            "spark_process_cpu_seconds", "CPU time, user and system", labels=["process"]
-        )
-        cpu.add_metric(["api"], time.process_time())
-        cpu.add_metric(["engine"], self._earlier_cpu + self._engine_cpu)
-        yield cpu
-        resident = GaugeMetricFamily(
-            "spark_process_resident_bytes", "Resident memory", labels=["process"]
-        )
-        resident.add_metric(["api"], resident_bytes())
-        resident.add_metric(["engine"], self.engine_resident)
-        yield resident
-        yield GaugeMetricFamily(
-            "spark_engine_peak_bytes",
-            "Most that the engine held: resident bytes, on a card bytes of tensors",
-            value=self.engine_peak,
-        )
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process in bytes."""
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
-
-
 class Metrics:
     """All metrics of one server; implements `RequestObserver`.
 
@@ -226,8 +106,8 @@ class Metrics:
         # A creation time beside every counter doubles the page.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self._engine = _EngineCollector()
-        self._processes = _ProcessCollector()
+        self._engine = EngineCollector()
+        self._processes = ProcessCollector()
         self._speculation = SpeculationCollector()
         self._prefix_cache = PrefixCacheCollector()
         self.registry.register(self._engine)
@@ -418,8 +298,7 @@ class Metrics:
         self._speculation.restart()
         self._prefix_cache.restart()
         self._watchdogs.restart()
-        self._processes.engine_resident = 0
-        self._processes.engine_peak = 0
+        self._processes.engine_lost()
 
     @_safe
     def on_restart(self) -> None:
@@ -429,7 +308,7 @@ class Metrics:
     @_safe
     def on_heartbeat(self, cpu_seconds: float, resident: int, peak: int) -> None:
         """CPU time, resident bytes and peak of memory of the engine process."""
-        self._processes.engine(cpu_seconds, resident, peak)
+        self._processes.beat(cpu_seconds, resident, peak)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """The page of /metrics and its content type, in the format that `accept` asks for."""
