@@ -162,7 +162,7 @@ def _build(
         phase.done("graphs", f"{len(buckets)} CUDA graphs")
     eos = model_config.eos_token_ids
     masks = grammar_masks(config.model_dir, model_config.vocab_size, eos)
-    costs = calibrate(config, model, found.kv_blocks)
+    costs = calibrate(config, model, found.kv_blocks, model.explore_threads)
     if costs:
         pools.states.bytes_moved = 0
         phase.done("calibration", f"steps timed at {len(costs)} widths")

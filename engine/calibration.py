@@ -6,6 +6,7 @@ It runs an engine of its own over the loaded model and leaves nothing behind but
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,8 +24,9 @@ logger = logging.getLogger(__name__)
 WIDTHS = (1, 2, 4, 8, 16, 32)
 # Seconds after which no further width is begun.
 LIMIT = 2.0
-# Steps of one depth: the first ones pay for the change, the others are timed.
-SETTLE, TIMED = 2, 5
+# Steps of each depth in turn: first some that find out how many threads pay, then rounds of one
+# that pays for the change and some that are timed. In rounds, since a machine has slow moments.
+EXPLORED, ROUNDS, TIMED = 4, 2, 2
 _PROMPT = 4
 
 
@@ -32,11 +34,20 @@ def calibrate(
     config: EngineConfig,
     runner: ModelRunner,
     kv_blocks: int,
+    explore: Callable[[bool], None] = lambda on: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Costs:
     """Seconds of steps by width and depth; empty when nothing follows the clock.
 
     Every slot and block must be free, and is free again afterwards.
+
+    Args:
+        config: of the engine that is about to serve.
+        runner: its model.
+        kv_blocks: of its pool.
+        explore: told True before steps that may try what is fastest, False before those that are
+            timed.
+        clock: seconds.
     """
     policy = config.speculation
     if policy is None or not policy.controller_acts:
@@ -52,7 +63,7 @@ def calibrate(
         core = EngineCore(
             replace(config, prefix_caching=False), runner, kv_blocks=kv_blocks, clock=clock
         )
-        costs[width] = _depths(core, width, runner.vocab_size, policy.num_drafts, clock)
+        costs[width] = _depths(core, width, runner.vocab_size, policy.num_drafts, explore, clock)
     logger.info(
         "Timed steps of %s sequences in %.1f s: %s",
         ", ".join(map(str, costs)) or "no",
@@ -63,7 +74,12 @@ def calibrate(
 
 
 def _depths(
-    core: EngineCore, width: int, vocabulary: int, num_drafts: int, clock: Callable[[], float]
+    core: EngineCore,
+    width: int,
+    vocabulary: int,
+    num_drafts: int,
+    explore: Callable[[bool], None],
+    clock: Callable[[], float],
 ) -> tuple[float, ...]:
     """Seconds of a step of `width` sequences by its depth, 0 to the deepest that is possible."""
     random = Random(0)
@@ -72,22 +88,28 @@ def _depths(
     for number in range(width):
         prompt = tuple(random.randrange(vocabulary) for _ in range(_PROMPT))
         core.add(GenerationRequest(number, prompt, sampling))
-    found: list[float] = []
     core.pin_depth(0, width)
     while len(core.scheduler.decoding()) < width:
         core.step()
+    depths: list[int] = []
+    explore(True)
     for depth in range(num_drafts + 1):
         if core.pin_depth(depth, width) < depth:
             break  # the slots cannot verify as many
-        for _ in range(SETTLE):
+        depths.append(depth)
+        for _ in range(EXPLORED):
             core.step()
-        seconds = []
-        for _ in range(TIMED):
-            start = clock()
+    explore(False)
+    # The least: what else runs while a server starts is no cost of a depth.
+    found = [math.inf] * len(depths)
+    for _ in range(ROUNDS):
+        for depth in depths:
+            core.pin_depth(depth, width)
             core.step()
-            seconds.append(clock() - start)
-        # The least: what else runs while a server starts is no cost of a depth.
-        found.append(min(seconds))
+            for _ in range(TIMED):
+                start = clock()
+                core.step()
+                found[depth] = min(found[depth], clock() - start)
     core.abort_all()
     core.step()
     return tuple(found)
@@ -95,7 +117,7 @@ def _depths(
 
 def _tokens_needed(num_drafts: int) -> int:
     """Prompt and output of a sequence that accepts every draft, with a little to spare."""
-    steps = SETTLE + TIMED
+    steps = EXPLORED + ROUNDS * (1 + TIMED)
     return _PROMPT + 2 + sum(steps * (depth + 1) for depth in range(num_drafts + 1)) + num_drafts
 
 

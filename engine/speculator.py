@@ -71,6 +71,7 @@ class Speculator:
 
     def pin_depth(self, depth: int, width: int) -> int:
         """Draft so deep from now on, whatever pays; what slots below `width` can verify of it."""
+        self._plain_run = 0
         return self._gate.pin(depth, width)
 
     def settle(self, plan: StepPlan, outcome: StepOutcome) -> None:

@@ -218,6 +218,10 @@ class HybridModel:
         """(first, end) rows that the drafter's layer holds; see StateKeeper.drafted_rows."""
         return (0, 0) if self.drafter is None else self.drafter.drafted_rows(slot)
 
+    def explore_threads(self, on: bool) -> None:
+        """See ThreadChooser.explore."""
+        self._threads.explore(on)
+
     @torch.inference_mode()
     def fold(self, slots: Sequence[int]) -> None:
         """Run the pending rows of the slots on their states, so that nothing is pending."""

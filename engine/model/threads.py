@@ -33,6 +33,7 @@ class _Bucket:
     period: int = FIRST_LOOK
     until_look: int = FIRST_LOOK
     looking: int = 0
+    explored: int = 0
 
     def typical(self, threads: int) -> float | None:
         recent = self.seconds.get(threads)
@@ -51,12 +52,28 @@ class ThreadChooser:
     def __init__(self, most: int) -> None:
         self._most = max(1, most)
         self._buckets: dict[tuple[str, int], _Bucket] = {}
+        self._exploring = False
+
+    def explore(self, on: bool) -> None:
+        """While it is on, passes alternate between both choices; then each bucket takes the better.
+
+        For a start on which nothing else runs, so that what is timed next is timed at its best.
+        """
+        self._exploring = on
+        if on:
+            return
+        for bucket in self._buckets.values():
+            found = {threads: min(times) for threads, times in bucket.seconds.items() if times}
+            if len(found) > 1:
+                bucket.threads = min(found, key=lambda threads: found[threads])
 
     def choose(self, kind: str, rows: int) -> int:
         """Threads for a pass of `rows` rows; `kind` tells passes of other shapes apart."""
         if self._most == 1:
             return 1
         bucket = self._bucket(kind, rows)
+        if self._exploring:
+            return 1 if bucket.explored % 2 else self._most
         if bucket.looking:
             return self._other(bucket.threads)
         return bucket.threads
@@ -66,6 +83,10 @@ class ThreadChooser:
         if self._most == 1:
             return
         bucket = self._bucket(kind, rows)
+        if self._exploring:
+            bucket.explored += 1
+            bucket.add(threads, seconds)
+            return
         if bucket.looking:
             self._look(bucket, threads, seconds)
             return

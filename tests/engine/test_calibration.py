@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -9,7 +10,7 @@ from itertools import count
 import pytest
 from torch import Tensor
 
-from engine.calibration import LIMIT, calibrate
+from engine.calibration import EXPLORED, LIMIT, ROUNDS, TIMED, calibrate
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.reserve.ssm_reserve import SsmRollbackMode
@@ -58,6 +59,17 @@ def test_every_depth_runs_at_every_width_and_takes_what_the_clock_says() -> None
     # 32 sequences of four rows are verified in two forwards, for the row budget.
     for width in (1, 2, 4, 8, 16):
         assert {rows for seen, rows in model.seen if seen == width} >= {1, 2, 3, 4}
+
+
+def test_every_depth_is_explored_then_timed_as_often() -> None:
+    model = Recorder()
+    told: list[bool] = []
+    calibrate(CONFIG, model, BLOCKS, told.append, clock=ticks(1e-6))  # type: ignore[arg-type]
+    assert told == [True, False] * 6
+    # Plain steps do not go on for a while once another depth is pinned.
+    seen = Counter(rows for width, rows in model.seen if width == 16)
+    steps = EXPLORED + ROUNDS * (1 + TIMED)
+    assert all(seen[rows] >= steps for rows in (1, 2, 3, 4)), seen
 
 
 def test_nothing_is_left_behind() -> None:

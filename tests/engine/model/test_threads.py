@@ -69,3 +69,18 @@ def test_kinds_and_widths_are_apart() -> None:
 @pytest.mark.parametrize("most", [0, 1])
 def test_one_core_is_one_thread(most: int) -> None:
     assert set(run(ThreadChooser(most), calm, 50)) == {1}
+
+
+def test_exploring_tries_both_in_turn_and_keeps_the_faster() -> None:
+    chooser = ThreadChooser(2)
+    chooser.explore(True)
+    tried = []
+    for _ in range(4):
+        tried.append(chooser.choose("decode", 8))
+        chooser.observe("decode", 8, tried[-1], calm(tried[-1]))
+    wide = chooser.choose("draft", 3)
+    chooser.observe("draft", 3, wide, 1.0)
+    chooser.explore(False)
+    assert tried == [2, 1, 2, 1]
+    assert chooser.choose("decode", 8) == 2
+    assert chooser.choose("draft", 3) == 1, "one look decides nothing"
