@@ -117,7 +117,7 @@ class _Steps:
             model.forward([self._decode(0, rows)])
             model.accept([verified])
             if model.snapshots.places:
-                model.rollback.export(verified, wanted, model.snapshots, 0, model.fold)
+                model.rollback.export(verified, wanted, 0, model.fold)
             model.fold([0])
 
     def move(self) -> None:

@@ -28,6 +28,7 @@ from engine.pools.allocate import pool_shapes
 from engine.pools.kv import KvPool
 from engine.pools.rollback import RowLayout, rollback_of
 from engine.pools.shapes import kv_pool_shapes
+from engine.pools.snapshots import StateSnapshots
 from engine.pools.state import SsmStatePool
 from engine.reserve.ssm_reserve import SpeculationPolicy, SsmRollbackMode
 from engine.runner import RowPhase, Segment
@@ -144,7 +145,7 @@ def gdn_step(bench: Bench, width: int, rows: int, pending: int) -> Callable[[], 
     weights = RandomWeights(model, bench.device, bench.dtype).layer(0).mixer
     assert isinstance(weights, GdnWeights)
     mixer = gdn_mixer(weights, model, states.layer(0), bench.ops)
-    rollback = rollback_of(SsmRollbackMode.CARRY, states)
+    rollback = rollback_of(SsmRollbackMode.CARRY, states, StateSnapshots(states, 0))
     layouts = [rollback.layout(s, rows) if rows > 1 else RowLayout(1) for s in range(width)]
     states.pending[:width] = pending
     segments = [_segment(slot, GRID, rows, ()) for slot in range(width)]

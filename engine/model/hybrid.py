@@ -83,7 +83,7 @@ class HybridModel:
         self._snapshot_hidden = pools.snapshot_hidden
         self.vocab_size = config.vocab_size
         self.device = pools.states.h.device
-        self.rollback: Rollback = rollback_of(rollback, pools.states)
+        self.rollback: Rollback = rollback_of(rollback, pools.states, pools.snapshots)
         self.drafter: Drafter | None = None
         if network.mtp is not None:
             self.drafter = Drafter(
@@ -203,7 +203,7 @@ class HybridModel:
         if saved.wanted == saved.rows and not self.states.pending[saved.slot]:
             self.snapshots.save(saved.slot, saved.place)
         else:
-            self.rollback.export(verified, saved.wanted, self.snapshots, saved.place, self.fold)
+            self.rollback.export(verified, saved.wanted, saved.place, self.fold)
         if self.drafter is not None:
             self._snapshot_hidden[saved.place] = hidden[saved.hidden_row]
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 from engine.pools.snapshots import StateSnapshots
 from engine.pools.state import SsmStatePool
 from engine.reserve.ssm_reserve import SsmRollbackMode
@@ -48,15 +50,8 @@ class Rollback(Protocol):
         """Keep what was emitted; returns the slots whose pending rows must be folded in now."""
         ...
 
-    def export(
-        self,
-        verified: Verified,
-        wanted: int,
-        snapshots: StateSnapshots,
-        place: int,
-        fold: Fold,
-    ) -> None:
-        """Copy the state behind the first `wanted` rows of a verify to `place`.
+    def export(self, verified: Verified, wanted: int, place: int, fold: Fold) -> None:
+        """Copy the state behind the first `wanted` rows of a verify to `place` of the snapshots.
 
         Comes after `after` and before the slot's next forward, which is none the wiser. `wanted` is
         at least 1 and at most what was emitted.
@@ -64,11 +59,16 @@ class Rollback(Protocol):
         ...
 
 
-class Carry:
-    """No unverified row touches the state: accepted ones wait in the ring for the next step."""
+class _Mode:
+    """What every mode works on: the state pool, and the snapshots that states are copied to."""
 
-    def __init__(self, states: SsmStatePool) -> None:
+    def __init__(self, states: SsmStatePool, snapshots: StateSnapshots) -> None:
         self._states = states
+        self._snapshots = snapshots
+
+
+class Carry(_Mode):
+    """No unverified row touches the state: accepted ones wait in the ring for the next step."""
 
     def layout(self, slot: int, rows: int) -> RowLayout:
         """Row 0 on the stored state, the others on a copy and into the ring."""
@@ -86,21 +86,14 @@ class Carry:
             self._states.pending[slot] = emitted - 1
         return []
 
-    def export(
-        self,
-        verified: Verified,
-        wanted: int,
-        snapshots: StateSnapshots,
-        place: int,
-        fold: Fold,
-    ) -> None:
+    def export(self, verified: Verified, wanted: int, place: int, fold: Fold) -> None:
         """The state stands behind row 0: fold as many pending rows as are wanted, keep the rest."""
         states, slot, folded = self._states, verified.slot, wanted - 1
         rest = verified.emitted - wanted
         states.pending[slot] = folded
         if folded:
             fold([slot])
-        snapshots.save(slot, place)
+        self._snapshots.save(slot, place)
         if folded and rest:
             for ring in (states.ring_inputs, states.ring_gates):
                 ring[:, slot, :rest] = ring[:, slot, folded : folded + rest].clone()
@@ -108,25 +101,27 @@ class Carry:
         states.pending[slot] = rest
 
 
-class _Checkpointed:
+class _Checkpointed(_Mode):
     """What snapshot and replay share: the state before the verify is kept."""
 
-    def __init__(self, states: SsmStatePool) -> None:
-        self._states = states
+    def __init__(self, states: SsmStatePool, snapshots: StateSnapshots) -> None:
+        super().__init__(states, snapshots)
+        self._live = (states.h, states.conv)
+        self._kept = (states.checkpoint_h, states.checkpoint_conv)
 
     def before(self, slots: Sequence[int]) -> None:
         """Copy the states of the slots to their checkpoints."""
-        states = self._states
-        kept = (states.checkpoint_h, states.checkpoint_conv)
-        states.copy((states.h, states.conv), kept, slots, slots)
-        states.bytes_moved += 2 * states.blob_bytes * len(slots)
+        self._copy(self._live, self._kept, slots)
 
     def undo(self, slots: Sequence[int]) -> None:
         """Copy them back."""
-        states = self._states
-        kept = (states.checkpoint_h, states.checkpoint_conv)
-        states.copy(kept, (states.h, states.conv), slots, slots)
-        states.bytes_moved += 2 * states.blob_bytes * len(slots)
+        self._copy(self._kept, self._live, slots)
+
+    def _copy(
+        self, source: Sequence[Tensor], target: Sequence[Tensor], slots: Sequence[int]
+    ) -> None:
+        self._states.copy(source, target, slots, slots)
+        self._states.bytes_moved += 2 * self._states.blob_bytes * len(slots)
 
 
 class Replay(_Checkpointed):
@@ -145,22 +140,15 @@ class Replay(_Checkpointed):
             self._states.pending[v.slot] = v.emitted
         return [v.slot for v in partial]
 
-    def export(
-        self,
-        verified: Verified,
-        wanted: int,
-        snapshots: StateSnapshots,
-        place: int,
-        fold: Fold,
-    ) -> None:
+    def export(self, verified: Verified, wanted: int, place: int, fold: Fold) -> None:
         """Before the last emitted row: the checkpoint, from which the wanted rows are folded."""
         slot = verified.slot
-        snapshots.save(slot, place)
+        self._snapshots.save(slot, place)
         if wanted < verified.emitted:
             self.undo([slot])
             self._states.pending[slot] = wanted
             fold([slot])
-            snapshots.swap(slot, place)
+            self._snapshots.swap(slot, place)
 
 
 class Snapshot(_Checkpointed):
@@ -184,32 +172,25 @@ class Snapshot(_Checkpointed):
             states.bytes_moved += 2 * states.blob_bytes * len(partial)
         return []
 
-    def export(
-        self,
-        verified: Verified,
-        wanted: int,
-        snapshots: StateSnapshots,
-        place: int,
-        fold: Fold,
-    ) -> None:
+    def export(self, verified: Verified, wanted: int, place: int, fold: Fold) -> None:
         """Before the last row: the snapshot behind the wanted one."""
         states, slot = self._states, verified.slot
         if wanted == verified.emitted:
-            snapshots.save(slot, place)
+            self._snapshots.save(slot, place)
             return
         depth = states.snapshot_conv.shape[2]
-        snapshots.put(
+        self._snapshots.put(
             (states.snapshot_h, states.first_place[slot] + wanted - 1),
             (states.snapshot_conv.flatten(1, 2), slot * depth + wanted - 1),
             place,
         )
 
 
-def rollback_of(mode: SsmRollbackMode, states: SsmStatePool) -> Rollback:
-    """The strategy for a mode."""
+def rollback_of(mode: SsmRollbackMode, states: SsmStatePool, snapshots: StateSnapshots) -> Rollback:
+    """The strategy for a mode; `snapshots` is where `export` copies states to."""
     kinds: dict[SsmRollbackMode, type[Carry] | type[Replay] | type[Snapshot]] = {
         SsmRollbackMode.CARRY: Carry,
         SsmRollbackMode.REPLAY: Replay,
         SsmRollbackMode.SNAPSHOT: Snapshot,
     }
-    return kinds[mode](states)
+    return kinds[mode](states, snapshots)
