@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
@@ -13,6 +14,7 @@ from kernels.batch import RaggedBatch
 from kernels.gdn.types import GdnParams, GdnState
 
 Record = TypeVar("Record", GdnParams, GdnState, RaggedBatch)
+Mixer = Callable[[Tensor, GdnParams, GdnState, RaggedBatch], Tensor]
 
 DRAFTS = 3
 PAGE = 64

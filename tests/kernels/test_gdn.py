@@ -1,20 +1,32 @@
-"""The numba form of the GDN mixer against the truth, and its exactness across splits and modes."""
+"""The numba form of the GDN mixer against the truth, and its exactness across splits and modes.
+
+What is exact is so over states in float32 and in float16.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from kernels.gdn import cpu, naive
+from kernels.gdn.types import GdnParams, GdnState
 from tests.kernels.scenes import (
+    Mixer,
     Rows,
     clone_state,
     gdn_params,
     gdn_proj,
     gdn_state,
+    half_state,
     make_batch,
 )
 
+MakeState = Callable[[GdnParams, int], GdnState]
+of_both_widths = pytest.mark.parametrize(
+    "make_state", [gdn_state, half_state], ids=["float32", "float16"]
+)
 GEOMETRIES = [(2, 2, 16, 16), (2, 4, 64, 64), (1, 3, 32, 16), (1, 4, 16, 48)]
 
 
@@ -51,24 +63,27 @@ def test_cpu_equals_naive(geometry: tuple[int, int, int, int], rows: list[Rows])
     assert torch.equal(state.snapshot_conv[..., 1:], truth.snapshot_conv[..., 1:])
 
 
+@of_both_widths
+@pytest.mark.parametrize("mixer", [naive.gdn_mixer, cpu.gdn_mixer])
 @pytest.mark.parametrize("accepted", [1, 2, 3, 4])
 @pytest.mark.parametrize("mode", ["snapshot", "replay"])
-def test_undoing_rejected_rows_gives_the_bits_of_plain_steps(mode: str, accepted: int) -> None:
+def test_undoing_rejected_rows_gives_the_bits_of_plain_steps(
+    make_state: MakeState, mixer: Mixer, mode: str, accepted: int
+) -> None:
     params = gdn_params(2, 4, 32, 32)
-    plain, state = gdn_state(params, 2), gdn_state(params, 2)
+    plain, state = make_state(params, 2), make_state(params, 2)
     proj = gdn_proj(params, 4)
     for t in range(accepted):
-        cpu.gdn_mixer(proj[t : t + 1], params, plain, make_batch([Rows(0, 5 + t, 1)]))
+        mixer(proj[t : t + 1], params, plain, make_batch([Rows(0, 5 + t, 1)]))
     before = clone_state(state)
     rows = Rows(0, 5, 4, snapshot=1) if mode == "snapshot" else Rows(0, 5, 4, ring=(0, 3))
-    cpu.gdn_mixer(proj, params, state, make_batch([rows]))
+    mixer(proj, params, state, make_batch([rows]))
     if mode == "snapshot" and accepted < 4:
         state.h[0] = state.snapshot_h[1 + accepted - 1]
         state.conv[0] = state.snapshot_conv[0, accepted - 1]
     if mode == "replay" and accepted < 4:
         state.h[0], state.conv[0] = before.h[0], before.conv[0]
-        fold = make_batch([Rows(0, 5, 0, pending=accepted)])
-        cpu.gdn_mixer(proj[:0], params, state, fold)
+        mixer(proj[:0], params, state, make_batch([Rows(0, 5, 0, pending=accepted)]))
     assert torch.equal(state.h[0], plain.h[0])
     assert torch.equal(state.conv[0, :, 1:], plain.conv[0, :, 1:])
 
@@ -101,11 +116,12 @@ def test_any_split_gives_the_same_bits(splits: list[int]) -> None:
     assert torch.equal(parts.conv[:, :, 1:], whole.conv[:, :, 1:])
 
 
+@of_both_widths
 @pytest.mark.parametrize("emitted", [[1, 1, 1], [4, 4, 4], [2, 1, 4, 3], [3, 4, 1, 1]])
-def test_carry_gives_the_bits_of_plain_steps(emitted: list[int]) -> None:
+def test_carry_gives_the_bits_of_plain_steps(make_state: MakeState, emitted: list[int]) -> None:
     """Verify rows whose drafts are partly accepted, against one plain row at a time."""
     params = gdn_params(2, 4, 32, 32)
-    plain, carry = gdn_state(params, 2), gdn_state(params, 2)
+    plain, carry = make_state(params, 2), make_state(params, 2)
     total = sum(emitted)
     truth = gdn_proj(params, total + 1)
     wrong = gdn_proj(params, total + 8, seed=9)
@@ -130,9 +146,10 @@ def test_carry_gives_the_bits_of_plain_steps(emitted: list[int]) -> None:
     assert torch.equal(carry.conv[0, :, 1:], plain.conv[0, :, 1:])
 
 
-def test_neighbours_do_not_change_a_bit() -> None:
+@of_both_widths
+def test_neighbours_do_not_change_a_bit(make_state: MakeState) -> None:
     params = gdn_params(2, 4, 64, 64)
-    alone, among = gdn_state(params, 5), gdn_state(params, 5)
+    alone, among = make_state(params, 5), make_state(params, 5)
     proj = gdn_proj(params, 9)
     want = cpu.gdn_mixer(proj[4:5], params, alone, make_batch([Rows(2, 6, 1)]))
     batch = make_batch([Rows(0, 0, 4), Rows(2, 6, 1), Rows(1, 4, 4, committed=1)])
@@ -143,7 +160,7 @@ def test_neighbours_do_not_change_a_bit() -> None:
 
 @pytest.mark.parametrize("mixer", [naive.gdn_mixer, cpu.gdn_mixer])
 @pytest.mark.parametrize("length", [1, 2, 3])
-def test_first_rows_ignore_what_the_slot_holds(mixer: object, length: int) -> None:
+def test_first_rows_ignore_what_the_slot_holds(mixer: Mixer, length: int) -> None:
     params = gdn_params(1, 2, 16, 16)
     clean = gdn_state(params, 1)
     dirty = clone_state(clean)
@@ -151,9 +168,6 @@ def test_first_rows_ignore_what_the_slot_holds(mixer: object, length: int) -> No
         tensor.fill_(torch.nan)
     proj = gdn_proj(params, length)
     batch = make_batch([Rows(0, 0, length)])
-    assert torch.equal(
-        mixer(proj, params, dirty, batch),  # type: ignore[operator]
-        mixer(proj, params, clean, batch),  # type: ignore[operator]
-    )
+    assert torch.equal(mixer(proj, params, dirty, batch), mixer(proj, params, clean, batch))
     assert torch.isfinite(dirty.h).all()
     assert torch.isfinite(dirty.conv).all()
