@@ -1,14 +1,15 @@
-"""The GDN mixer in one numba loop nest: every state is read once and written once per step.
+"""The GDN mixer in one numba loop nest: a state is read and written once per row, not twice.
 
-Each (sequence, value head) runs its rows one after another from the convolution to the gated norm,
-so a row's bits depend neither on its neighbours nor on where a prompt was split. The chunked form
-is not used on a CPU: it saves nothing there (docs/decisions.md).
+Each sequence runs its rows one after another from the convolution to the gated norm, so a row's
+bits depend neither on its neighbours nor on where a prompt was split. The chunked form is not used
+on a CPU: it saves nothing there (docs/decisions.md).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from numba import prange
@@ -17,11 +18,23 @@ from torch import Tensor
 from kernels.batch import RaggedBatch
 from kernels.gdn.half import half_bits, nearest_half
 from kernels.gdn.naive import CHUNK
+from kernels.gdn.rows import (
+    convolve,
+    correct,
+    gated_norm,
+    normalise,
+    padded,
+    read_history,
+    silu,
+    sweep,
+    write_history,
+)
 from kernels.gdn.types import GdnParams, GdnState
-from kernels.jit import exp32, host, inline, parallel_kernel, sigmoid32, sum_of_squares
+from kernels.jit import exp32, host, inline, parallel_kernel, sigmoid32
+from kernels.lanes import copy
 
-_ONE = np.float32(1.0)
-_EPS_L2 = np.float32(1e-6)
+# Rows whose inputs are made before a state is touched: three pending ones and four of a verify.
+_ROWS = 8
 
 
 @inline
@@ -30,81 +43,27 @@ def _softplus(x: Any) -> Any:
 
 
 @inline
-def _delta_rule(state: Any, q: Any, k: Any, v: Any, decay: Any, beta: Any, out: Any) -> None:
-    """One token on state [Dk, Dv]: decay, read at k, write the correction, read at q."""
-    dk, dv = state.shape
-    for j in range(dv):
-        out[j] = np.float32(0.0)
-    for i in range(dk):
-        row = state[i]
-        weight = k[i]
-        for j in range(dv):
-            row[j] *= decay
-            out[j] += weight * row[j]
-    for j in range(dv):
-        v[j] = beta * (v[j] - out[j])
-        out[j] = np.float32(0.0)
-    for i in range(dk):
-        row = state[i]
-        weight = k[i]
-        read = q[i]
-        for j in range(dv):
-            row[j] += weight * v[j]
-            out[j] += read * row[j]
+def _round_to_half(state: Any, at: Any, count: Any) -> None:
+    """state[at:][:count]: every number becomes the nearest that float16 holds."""
+    part = state[at : at + count]
+    for i in range(count):
+        part[i] = nearest_half(part[i])
 
 
 @inline
-def _conv_after(
-    proj: Any,
-    first: Any,
-    before: Any,
-    rows: Any,
-    fresh: Any,
-    ring_inputs: Any,
-    conv: Any,
-    slot: Any,
-    out: Any,
-) -> None:
-    """out [conv_dim, kernel] = the last inputs after `before` ring rows and `rows` own rows.
-
-    `out` may be conv[slot] itself: what a tap reads lies further right than what it overwrites.
-    """
-    conv_dim, taps = out.shape
-    for c in range(conv_dim):
-        for tap in range(taps):
-            t = rows - taps + tap
-            if t >= 0:
-                value = proj[first + t, c]
-            elif t >= -before:
-                value = ring_inputs[slot, before + t, c]
-            elif fresh:
-                value = np.float32(0.0)
-            else:
-                value = conv[slot, c, taps + before + t]
-            out[c, tap] = value
+def _keep_half(state: Any, at: Any, stride: Any, out: Any) -> None:
+    """out [Dk, Dv] uint16 = the float16 bits of a state [Dk, stride] that float16 holds."""
+    dk, dv = out.shape
+    for i in range(dk):
+        row = state[at + i * stride : at + i * stride + dv]
+        for j in range(dv):
+            out[i, j] = half_bits(row[j])
 
 
 @inline
-def _round_to_half(state: Any) -> None:
-    """state [Dk, Dv]: every number becomes the nearest that float16 holds."""
-    dk, dv = state.shape
-    for i in range(dk):
-        row = state[i]
-        for j in range(dv):
-            row[j] = nearest_half(row[j])
-
-
-@inline
-def _keep_half(state: Any, out: Any) -> None:
-    """out [Dk, Dv] uint16 = the float16 bits of a state that float16 holds."""
-    dk, dv = state.shape
-    for i in range(dk):
-        for j in range(dv):
-            out[i, j] = half_bits(state[i, j])
-
-
-@parallel_kernel
-def _mixer(
+def _mix_items(
+    begin_item: Any,
+    end_item: Any,
     proj: Any,
     conv_weight: Any,
     head_decay: Any,
@@ -112,6 +71,7 @@ def _mixer(
     norm: Any,
     eps: Any,
     key_heads: Any,
+    dk: Any,
     row_start: Any,
     starts: Any,
     slots: Any,
@@ -129,139 +89,321 @@ def _mixer(
     snapshot_conv: Any,
     out: Any,
 ) -> None:
-    value_heads, dk, dv = h.shape[1], h.shape[2], h.shape[3]
+    """Items are (key head, sequence): a key head's queries and keys with all its value heads."""
+    value_heads, dv = head_decay.shape[0], norm.shape[0]
     taps, conv_dim = conv_weight.shape
     ratio = value_heads // key_heads
-    key_dim = key_heads * dk
-    value_dim = value_heads * dv
-    width = 2 * dk + dv
+    gate_column = conv_dim + value_heads * dv
+    columns = proj.shape[1]
+    drafts, ring_columns = ring_inputs.shape[1], ring_inputs.shape[2]
+    shown_rows = snapshot_conv.shape[1]
     segments = slots.shape[0]
-    for item in prange(segments * value_heads):
-        s = item // value_heads
-        head = item % value_heads
+    key_width, stride = padded(dk), padded(dv)
+    width = 2 * key_width + ratio * stride
+    size = dk * stride
+    parts = 2 + ratio
+
+    # What pads a row stays zero.
+    weights = np.zeros(taps * width, np.float32)
+    scale = np.zeros(stride, np.float32)
+    copy(norm, 0, scale, 0, dv)
+    window = np.zeros((taps + _ROWS) * width, np.float32)
+    mixed = np.empty(_ROWS * width, np.float32)
+    z = np.zeros(_ROWS * stride, np.float32)
+    read = np.empty(_ROWS * stride, np.float32)
+    key_read = np.empty(stride, np.float32)
+    decays = np.empty(_ROWS, np.float32)
+    betas = np.empty(_ROWS, np.float32)
+    # States of rows that may be rejected, and one of rows that are padded.
+    trials = np.empty(ratio * size, np.float32)
+    spread = np.zeros(0 if stride == dv else size, np.float32)
+    # Of q, k and each head's v: first column of the projection, place in a row of the window.
+    part_column = np.empty(parts, np.int64)
+    part_place = np.empty(parts, np.int64)
+    part_count = np.empty(parts, np.int64)
+    group = -1
+    for item in range(begin_item, end_item):
+        s = item % segments
         slot = slots[s]
         fresh = starts[s] == 0
         before = pending[s]
         first = row_start[s]
         own = row_start[s + 1] - first
         kept = committed[s]
-        key_base = (head // ratio) * dk
-        # Columns of this head's q, k and v among the convolved channels.
-        columns = np.empty(3, np.int64)
-        columns[0] = key_base
-        columns[1] = key_dim + key_base
-        columns[2] = 2 * key_dim + head * dv
-        widths = np.empty(3, np.int64)
-        widths[0] = dk
-        widths[1] = dk
-        widths[2] = dv
-
-        weights = np.empty((taps, width), np.float32)
-        window = np.zeros((taps, width), np.float32)
-        offset = 0
-        for part in range(3):
-            for c in range(widths[part]):
+        if group != item // segments:
+            group = item // segments
+            for part in range(parts):
+                part_column[part] = part * key_heads * dk + group * dk
+                part_place[part] = part * key_width
+                part_count[part] = dk
+                if part >= 2:
+                    part_column[part] = 2 * key_heads * dk + (group * ratio + part - 2) * dv
+                    part_place[part] = 2 * key_width + (part - 2) * stride
+                    part_count[part] = dv
                 for tap in range(taps):
-                    weights[tap, offset + c] = conv_weight[tap, columns[part] + c]
-                if not fresh:
-                    for tap in range(1, taps):
-                        window[tap, offset + c] = conv[slot, columns[part] + c, tap]
-            offset += widths[part]
-
-        mixed = np.empty(width, np.float32)
-        read = np.empty(dv, np.float32)
-        state = h[slot, head]
-        if fresh:
-            state[:] = np.float32(0.0)
-        newest = taps - 1
-        for t in range(-before, own):
-            if t == kept:
-                # Rows from here on may be rejected: they run on a copy that nobody keeps.
-                state = state.copy()
-            newest = (newest + 1) % taps
-            offset = 0
-            for part in range(3):
-                column = columns[part]
-                if t < 0:
-                    for c in range(widths[part]):
-                        window[newest, offset + c] = ring_inputs[slot, before + t, column + c]
-                else:
-                    for c in range(widths[part]):
-                        window[newest, offset + c] = proj[first + t, column + c]
-                offset += widths[part]
-            for c in range(width):
-                mixed[c] = np.float32(0.0)
-            for tap in range(taps):
-                source = window[(newest + 1 + tap) % taps]
-                weight = weights[tap]
-                for c in range(width):
-                    mixed[c] += weight[c] * source[c]
-            for c in range(width):
-                mixed[c] *= sigmoid32(mixed[c])
-            q = mixed[:dk]
-            k = mixed[dk : 2 * dk]
-            v = mixed[2 * dk :]
-            q_scale = _ONE / np.sqrt(sum_of_squares(q) + _EPS_L2) / np.sqrt(np.float32(dk))
-            k_scale = _ONE / np.sqrt(sum_of_squares(k) + _EPS_L2)
-            for c in range(dk):
-                q[c] *= q_scale
-                k[c] *= k_scale
-
-            if t < 0:
-                g = ring_gates[slot, before + t, 0, head]
-                beta = ring_gates[slot, before + t, 1, head]
-            else:
-                gates = conv_dim + value_dim
-                beta = sigmoid32(proj[first + t, gates + head])
-                raw = proj[first + t, gates + value_heads + head] + dt_bias[head]
-                g = head_decay[head] * _softplus(raw)
-            _delta_rule(state, q, k, v, exp32(g), beta, read)
-            # `chunked` is None for a float32 state: then these branches are not compiled.
-            if chunked is not None:
-                last = t == own - 1 or (starts[s] + t + 1) % CHUNK == 0
-                if chunked[s] == 0 or last:
-                    _round_to_half(state)
-            if snapshots[s] >= 0 and 0 <= t < own - 1:
-                if chunked is None:
-                    # Not as one assignment, whose checks of shapes take two seconds to compile.
-                    kept_here = snapshot_h[snapshots[s] + t, head]
-                    for i in range(dk):
-                        for j in range(dv):
-                            kept_here[i, j] = state[i, j]
-                else:
-                    _keep_half(state, snapshot_h[snapshots[s] + t, head])
-
-            if t >= 0:
-                mean = sum_of_squares(read) / np.float32(dv)
-                inverse = _ONE / np.sqrt(mean + eps)
-                for c in range(dv):
-                    z = proj[first + t, conv_dim + head * dv + c]
-                    out[first + t, head * dv + c] = (
-                        norm[c] * (read[c] * inverse) * (z * sigmoid32(z))
+                    source = tap * conv_dim + part_column[part]
+                    copy(
+                        conv_weight,
+                        source,
+                        weights,
+                        tap * width + part_place[part],
+                        part_count[part],
                     )
+        if before + own == 0:
+            continue
+        if fresh:
+            window[: taps * width] = np.float32(0.0)
+        else:
+            for part in range(parts):
+                source = (slot * conv_dim + part_column[part]) * taps
+                read_history(conv, source, taps, window, part_place[part], width, part_count[part])
 
-    # A second pass, after every reader: heads share the channels of q and k.
-    gates = conv_dim + value_dim
-    columns_kept = ring_inputs.shape[2]
-    for s in prange(segments):
-        slot = slots[s]
-        before = pending[s]
-        first = row_start[s]
-        own = row_start[s + 1] - first
-        fresh = starts[s] == 0
-        if snapshots[s] >= 0:
-            for t in range(own):
-                after = snapshot_conv[slot, t]
-                _conv_after(proj, first, before, t + 1, fresh, ring_inputs, conv, slot, after)
-        _conv_after(proj, first, before, committed[s], fresh, ring_inputs, conv, slot, conv[slot])
-        for place in range(ring_rows[s]):
-            row = first + ring_first[s] + place
-            for c in range(columns_kept):
-                ring_inputs[slot, place, c] = proj[row, c]
-            for head in range(value_heads):
-                raw = proj[row, gates + value_heads + head] + dt_bias[head]
-                ring_gates[slot, place, 0, head] = head_decay[head] * _softplus(raw)
-                ring_gates[slot, place, 1, head] = sigmoid32(proj[row, gates + head])
+        for begin in range(-before, own, _ROWS):
+            rows = min(_ROWS, own - begin)
+            for row in range(rows):
+                t = begin + row
+                place = t - ring_first[s]
+                left = t >= 0 and 0 <= place < ring_rows[s]
+                for part in range(parts):
+                    column, count = part_column[part], part_count[part]
+                    target = (taps + row) * width + part_place[part]
+                    if t < 0:
+                        source = (slot * drafts + before + t) * ring_columns + column
+                        copy(ring_inputs, source, window, target, count)
+                    else:
+                        copy(proj, (first + t) * columns + column, window, target, count)
+                    if left:
+                        # Pending rows, which lie in the same places, are in the window by now.
+                        source = (slot * drafts + place) * ring_columns + column
+                        copy(window, target, ring_inputs, source, count)
+                if left and group == 0:
+                    source = (first + t) * columns + conv_dim
+                    target = (slot * drafts + place) * ring_columns + conv_dim
+                    copy(proj, source, ring_inputs, target, ring_columns - conv_dim)
+
+            convolve(window, weights, taps, width, rows, mixed)
+            for row in range(rows):
+                for part in range(2):
+                    divisor = np.sqrt(np.float32(dk)) if part == 0 else np.float32(1.0)
+                    normalise(mixed, row * width + part * key_width, key_width, divisor)
+
+            for place in range(ratio):
+                head = group * ratio + place
+                for row in range(rows):
+                    t = begin + row
+                    if t < 0:
+                        g = ring_gates[slot, before + t, 0, head]
+                        beta = ring_gates[slot, before + t, 1, head]
+                    else:
+                        beta = sigmoid32(proj[first + t, gate_column + head])
+                        raw = proj[first + t, gate_column + value_heads + head] + dt_bias[head]
+                        g = head_decay[head] * _softplus(raw)
+                        if 0 <= t - ring_first[s] < ring_rows[s]:
+                            ring_gates[slot, t - ring_first[s], 0, head] = g
+                            ring_gates[slot, t - ring_first[s], 1, head] = beta
+                        source = (first + t) * columns + conv_dim + head * dv
+                        copy(proj, source, z, row * stride, dv)
+                    decays[row] = exp32(g)
+                    betas[row] = beta
+
+                stored = (slot * value_heads + head) * dk * dv
+                state, state_at = h, stored
+                if stride != dv:
+                    state, state_at = spread, 0
+                    for i in range(dk):
+                        copy(h, stored + i * dv, spread, i * stride, dv)
+                if fresh and begin == 0:
+                    state[state_at : state_at + size] = np.float32(0.0)
+                if begin > kept:
+                    state, state_at = trials, place * size
+                begun = False
+                for row in range(rows):
+                    t = begin + row
+                    query_at = row * width
+                    key_at = query_at + key_width
+                    add_at = key_at + key_width + place * stride
+                    if not begun:
+                        source, source_at = state, state_at
+                        if t == kept:
+                            # Rows from here on may be rejected: they run on a copy.
+                            state, state_at = trials, place * size
+                        sweep(
+                            source,
+                            source_at,
+                            state,
+                            state_at,
+                            dk,
+                            stride,
+                            mixed,
+                            key_at,
+                            None,
+                            None,
+                            read,
+                            0,
+                            decays[row],
+                            key_at,
+                            key_read,
+                        )
+                    correct(mixed, add_at, key_read, betas[row], stride)
+                    shown = snapshots[s] >= 0 and 0 <= t < own - 1
+                    rounds = False
+                    # `chunked` is None for a float32 state: then these branches are not compiled.
+                    if chunked is not None:
+                        rounds = chunked[s] == 0 or t == own - 1 or (starts[s] + t + 1) % CHUNK == 0
+                    begun = not (rounds or shown or row == rows - 1 or t + 1 == kept)
+                    if not begun:
+                        sweep(
+                            state,
+                            state_at,
+                            state,
+                            state_at,
+                            dk,
+                            stride,
+                            mixed,
+                            key_at,
+                            add_at,
+                            query_at,
+                            read,
+                            row * stride,
+                            None,
+                            key_at,
+                            key_read,
+                        )
+                    elif t < 0:
+                        # Nobody asks what a pending row reads.
+                        sweep(
+                            state,
+                            state_at,
+                            state,
+                            state_at,
+                            dk,
+                            stride,
+                            mixed,
+                            key_at,
+                            add_at,
+                            None,
+                            read,
+                            0,
+                            decays[row + 1],
+                            key_at + width,
+                            key_read,
+                        )
+                    else:
+                        sweep(
+                            state,
+                            state_at,
+                            state,
+                            state_at,
+                            dk,
+                            stride,
+                            mixed,
+                            key_at,
+                            add_at,
+                            query_at,
+                            read,
+                            row * stride,
+                            decays[row + 1],
+                            key_at + width,
+                            key_read,
+                        )
+                    if chunked is not None:
+                        if rounds:
+                            _round_to_half(state, state_at, size)
+                        if shown:
+                            _keep_half(state, state_at, stride, snapshot_h[snapshots[s] + t, head])
+                    elif shown:
+                        target = ((snapshots[s] + t) * value_heads + head) * dk * dv
+                        for i in range(dk):
+                            copy(state, state_at + i * stride, snapshot_h, target + i * dv, dv)
+                if stride != dv:
+                    for i in range(dk):
+                        copy(spread, i * stride, h, stored + i * dv, dv)
+
+                silu(z, rows * stride)
+                for row in range(max(-begin, 0), rows):
+                    gated_norm(read, row * stride, z, scale, eps, dv, stride)
+                    target = ((first + begin + row) * value_heads + head) * dv
+                    copy(read, row * stride, out, target, dv)
+
+            # No other item reads these channels.
+            for part in range(parts):
+                column, count = part_column[part], part_count[part]
+                if begin <= kept <= begin + rows:
+                    source = (kept - begin) * width + part_place[part]
+                    target = (slot * conv_dim + column) * taps
+                    write_history(window, source, width, conv, target, taps, count)
+                if snapshots[s] >= 0:
+                    for row in range(max(-begin, 0), rows):
+                        source = (row + 1) * width + part_place[part]
+                        target = (slot * shown_rows + begin + row) * conv_dim + column
+                        write_history(
+                            window, source, width, snapshot_conv, target * taps, taps, count
+                        )
+            for tap in range(taps):
+                copy(window, (rows + tap) * width, window, tap * width, width)
+
+
+@parallel_kernel
+def _mixer(
+    threads: Any,
+    proj: Any,
+    conv_weight: Any,
+    head_decay: Any,
+    dt_bias: Any,
+    norm: Any,
+    eps: Any,
+    key_heads: Any,
+    dk: Any,
+    row_start: Any,
+    starts: Any,
+    slots: Any,
+    committed: Any,
+    pending: Any,
+    ring_first: Any,
+    ring_rows: Any,
+    snapshots: Any,
+    chunked: Any,
+    h: Any,
+    conv: Any,
+    ring_inputs: Any,
+    ring_gates: Any,
+    snapshot_h: Any,
+    snapshot_conv: Any,
+    out: Any,
+) -> None:
+    items = slots.shape[0] * key_heads
+    for thread in prange(threads):
+        # As signed numbers, or the whole would be compiled twice.
+        begin = np.int64(thread) * items // threads
+        end = (np.int64(thread) + 1) * items // threads
+        _mix_items(
+            begin,
+            end,
+            proj,
+            conv_weight,
+            head_decay,
+            dt_bias,
+            norm,
+            eps,
+            key_heads,
+            dk,
+            row_start,
+            starts,
+            slots,
+            committed,
+            pending,
+            ring_first,
+            ring_rows,
+            snapshots,
+            chunked,
+            h,
+            conv,
+            ring_inputs,
+            ring_gates,
+            snapshot_h,
+            snapshot_conv,
+            out,
+        )
 
 
 def gdn_mixer(proj: Tensor, params: GdnParams, state: GdnState, batch: RaggedBatch) -> Tensor:
@@ -290,7 +432,10 @@ def _run(
 ) -> Tensor:
     """The kernel on h float32 [slots + 1, Hv, Dk, Dv]."""
     out = proj.new_empty(proj.shape[0], params.value_dim)
+    items = batch.slots.shape[0] * params.key_heads
     _mixer(
+        # Asked here: a kernel that asks cannot be cached on disk.
+        min(numba.get_num_threads(), items),
         proj.numpy(),
         host(params.conv),
         host(params.decay),
@@ -298,16 +443,17 @@ def _run(
         host(params.norm),
         np.float32(params.eps),
         params.key_heads,
-        batch.row_start.numpy(),
-        batch.starts.numpy(),
-        batch.slots.numpy(),
-        batch.committed.numpy(),
-        batch.pending.numpy(),
-        batch.ring_first.numpy(),
-        batch.ring_rows.numpy(),
-        batch.snapshots.numpy(),
+        params.key_width,
+        host(batch.row_start),
+        host(batch.starts),
+        host(batch.slots),
+        host(batch.committed),
+        host(batch.pending),
+        host(batch.ring_first),
+        host(batch.ring_rows),
+        host(batch.snapshots),
         chunked,
-        h,
+        h.reshape(-1),
         host(state.conv),
         host(state.ring_inputs),
         host(state.ring_gates),

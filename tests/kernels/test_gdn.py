@@ -27,7 +27,8 @@ MakeState = Callable[[GdnParams, int], GdnState]
 of_both_widths = pytest.mark.parametrize(
     "make_state", [gdn_state, half_state], ids=["float32", "float16"]
 )
-GEOMETRIES = [(2, 2, 16, 16), (2, 4, 64, 64), (1, 3, 32, 16), (1, 4, 16, 48)]
+# Hk, Hv, Dk, Dv; the last is no multiple of a vector's width in anything.
+GEOMETRIES = [(2, 2, 16, 16), (2, 4, 64, 64), (1, 3, 32, 16), (1, 4, 16, 48), (2, 4, 7, 5)]
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -45,6 +46,11 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
         [Rows(1, 3, 4, committed=4, pending=1), Rows(2, 8, 2, committed=1)],
         # Replay leaves all rows but the last, snapshot the state after each; a fold has no rows.
         [Rows(1, 6, 4, ring=(0, 3)), Rows(2, 8, 3, snapshot=2), Rows(0, 9, 0, pending=2)],
+        # More rows that may be rejected than are prepared at once.
+        [
+            Rows(1, 3, 20, committed=5, ring=(5, 3)),
+            Rows(2, 8, 17, committed=8, pending=3, ring=(8, 2)),
+        ],
     ],
 )
 def test_cpu_equals_naive(geometry: tuple[int, int, int, int], rows: list[Rows]) -> None:

@@ -1,0 +1,228 @@
+"""Vectors of float32 in registers, for loops of numba kernels that LLVM would not vectorise.
+
+LLVM vectorises inner loops only and must prove that their arrays are apart, so that a sum over an
+outer loop goes through memory at every step. Arrays are float32, C-contiguous and indexed flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+# What kernels.jit allows: a product and a sum may become one fused multiply-add.
+_CONTRACT = ("contract",)
+_FLOAT_BYTES = 4
+
+
+class _LanesType(types.Type):  # type: ignore[misc]
+    """Numba's type of `width` float32 numbers."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        super().__init__(name=f"lanes({width})")
+
+
+@register_model(_LanesType)
+class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: _LanesType) -> None:
+        super().__init__(manager, kind, ir.VectorType(ir.FloatType(), kind.width))
+
+
+NARROW = 16
+WIDE = 32
+_NARROW = _LanesType(NARROW)
+_WIDE = _LanesType(WIDE)
+
+
+def _address(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
+    """Pointer to the float at a flat index."""
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.gep(data, [index])
+
+
+def _splat(builder: Any, value: Any, width: int) -> Any:
+    vector = ir.VectorType(ir.FloatType(), width)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.IntType(32)(0))
+    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), _places([0] * width))
+
+
+def _places(order: list[int]) -> Any:
+    return ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order)
+
+
+def _loader(kind: _LanesType) -> Callable[..., Any]:
+    def load(typing: Any, array: Any, index: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            at = _address(context, builder, array, *args)
+            vector = context.get_value_type(kind)
+            return builder.load(builder.bitcast(at, vector.as_pointer()), align=_FLOAT_BYTES)
+
+        return kind(array, index), code
+
+    return load
+
+
+def _zeros(kind: _LanesType) -> Callable[..., Any]:
+    def zeros(typing: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return ir.Constant(context.get_value_type(kind), None)
+
+        return kind(), code
+
+    return zeros
+
+
+# Array, flat index -> its numbers from there on.
+load16: Any = intrinsic(_loader(_NARROW))
+load32: Any = intrinsic(_loader(_WIDE))
+zeros16: Any = intrinsic(_zeros(_NARROW))
+zeros32: Any = intrinsic(_zeros(_WIDE))
+
+
+@intrinsic
+def store(typing: Any, array: Any, index: Any, lanes: Any) -> Any:
+    """Write the lanes to an array from a flat index on."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at = _address(context, builder, array, *args[:2])
+        pointer = builder.bitcast(at, context.get_value_type(lanes).as_pointer())
+        builder.store(args[2], pointer, align=_FLOAT_BYTES)
+        return context.get_dummy_value()
+
+    return types.void(array, index, lanes), code
+
+
+@intrinsic
+def times(typing: Any, a: Any, b: Any) -> Any:
+    """a * b."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fmul(*args, flags=_CONTRACT)
+
+    return a(a, b), code
+
+
+@intrinsic
+def minus(typing: Any, a: Any, b: Any) -> Any:
+    """a - b."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fsub(*args, flags=_CONTRACT)
+
+    return a(a, b), code
+
+
+@intrinsic
+def scaled(typing: Any, a: Any, factor: Any) -> Any:
+    """a * factor, a float32."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fmul(args[0], _splat(builder, args[1], a.width), flags=_CONTRACT)
+
+    return a(a, types.float32), code
+
+
+@intrinsic
+def plus_product(typing: Any, total: Any, a: Any, b: Any) -> Any:
+    """total + a * b."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        product = builder.fmul(*args[1:], flags=_CONTRACT)
+        return builder.fadd(args[0], product, flags=_CONTRACT)
+
+    return total(total, a, b), code
+
+
+@intrinsic
+def plus_scaled(typing: Any, total: Any, a: Any, array: Any, index: Any) -> Any:
+    """total + a * the number at a flat index of an array."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number = builder.load(_address(context, builder, array, *args[2:]), align=_FLOAT_BYTES)
+        product = builder.fmul(args[1], _splat(builder, number, a.width), flags=_CONTRACT)
+        return builder.fadd(args[0], product, flags=_CONTRACT)
+
+    return total(total, a, array, index), code
+
+
+@intrinsic
+def sum_in_order(typing: Any, lanes: Any) -> Any:
+    """0 + lane 0 + lane 1 ..., one after another."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number, vector = ir.FloatType(), context.get_value_type(lanes)
+        kind = ir.FunctionType(number, [number, vector])
+        name = f"llvm.vector.reduce.fadd.v{lanes.width}f32"
+        reduce = cgutils.get_or_insert_function(builder.module, kind, name)
+        # Without leave to re-associate, LLVM takes this reduction in order.
+        return builder.call(reduce, [ir.Constant(number, 0.0), args[0]])
+
+    return types.float32(lanes), code
+
+
+@intrinsic
+def copy(typing: Any, source: Any, source_at: Any, target: Any, target_at: Any, count: Any) -> Any:
+    """target[target_at:][:count] = source[source_at:][:count], which do not overlap."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source_from = _address(context, builder, source, *args[:2])
+        target_from = _address(context, builder, target, *args[2:4])
+        cgutils.raw_memcpy(builder, target_from, source_from, args[4], _FLOAT_BYTES)
+        return context.get_dummy_value()
+
+    return types.void(source, source_at, target, target_at, count), code
+
+
+# Numbers that `split_columns` and `join_columns` move: a vector of channels, four numbers each.
+COLUMNS = 4
+
+
+@intrinsic
+def split_columns(
+    typing: Any, source: Any, source_at: Any, target: Any, target_at: Any, stride: Any
+) -> Any:
+    """target[target_at + r * stride + c] = source[source_at + 4 c + r] for r < 4 and c < 16."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector = ir.VectorType(ir.FloatType(), COLUMNS * NARROW)
+        at = _address(context, builder, source, *args[:2])
+        every = builder.load(builder.bitcast(at, vector.as_pointer()), align=_FLOAT_BYTES)
+        place = args[3]
+        for r in range(COLUMNS):
+            picked = [COLUMNS * c + r for c in range(NARROW)]
+            row = builder.shuffle_vector(every, ir.Constant(vector, ir.Undefined), _places(picked))
+            at = _address(context, builder, target, args[2], place)
+            builder.store(row, builder.bitcast(at, row.type.as_pointer()), align=_FLOAT_BYTES)
+            place = builder.add(place, args[4])
+        return context.get_dummy_value()
+
+    return types.void(source, source_at, target, target_at, stride), code
+
+
+@intrinsic
+def join_columns(
+    typing: Any, source: Any, source_at: Any, stride: Any, target: Any, target_at: Any
+) -> Any:
+    """target[target_at + 4 c + r] = source[source_at + r * stride + c] for r < 4 and c < 16."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        narrow = ir.VectorType(ir.FloatType(), NARROW)
+        place, rows = args[1], []
+        for _ in range(COLUMNS):
+            at = _address(context, builder, source, args[0], place)
+            rows.append(builder.load(builder.bitcast(at, narrow.as_pointer()), align=_FLOAT_BYTES))
+            place = builder.add(place, args[2])
+        both = _places(list(range(2 * NARROW)))
+        halves = [builder.shuffle_vector(a, b, both) for a, b in (rows[:2], rows[2:])]
+        order = _places([r * NARROW + c for c in range(NARROW) for r in range(COLUMNS)])
+        every = builder.shuffle_vector(*halves, order)
+        at = _address(context, builder, target, *args[3:])
+        builder.store(every, builder.bitcast(at, every.type.as_pointer()), align=_FLOAT_BYTES)
+        return context.get_dummy_value()
+
+    return types.void(source, source_at, stride, target, target_at), code
