@@ -93,7 +93,7 @@ def cpu_ops() -> Ops:
     from kernels.linear.cpu import fp16_rows_vary, pack
     from kernels.moe.cpu import moe_mlp
     from kernels.moe.naive import pack_each
-    from kernels.moves.naive import move_rows
+    from kernels.moves.cpu import move_rows
     from kernels.rms_norm.cpu import add_rms_norm, join_norms
     from kernels.silu_mul.cpu import silu_mul
     from kernels.top1.cpu import top1
