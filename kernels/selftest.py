@@ -21,6 +21,7 @@ from kernels.draft_chain.types import ChainStart, ChainWeights
 from kernels.gdn.types import GdnParams, GdnState
 from kernels.moe.naive import Expert, MoeParams
 from kernels.ops import Ops, chosen, naive_ops
+from kernels.ragged import Rows, blocks_by_slot, ragged_batch
 
 Params = TypeVar("Params")
 State = TypeVar("State")
@@ -59,18 +60,6 @@ class RowsResult:
     different: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """One sequence's part of a step."""
-
-    slot: int
-    start: int
-    count: int
-    committed: int
-    pending: int = 0
-    chunked: bool = False
-
-
 _MOE_SHAPES = (
     (4, WIDTH),
     (4, 2 * INNER, WIDTH),
@@ -89,9 +78,9 @@ _FIELDS = {
 }
 # A prompt beside a short one; decodes; verifies that leave rows in the ring, two over pending rows.
 _STEPS = (
-    (_Rows(0, 0, 67, 67, chunked=True), _Rows(2, 0, 3, 3, chunked=True)),
-    tuple(_Rows(slot, 64 + slot, 1, 1) for slot in (0, 2, 5, 7)),
-    (_Rows(0, 80, 4, 1, pending=2), _Rows(4, 66, 2, 1), _Rows(7, 90, 1, 1, pending=1)),
+    (Rows(0, 0, 67, 67, chunked=True), Rows(2, 0, 3, 3, chunked=True)),
+    tuple(Rows(slot, 64 + slot, 1, 1) for slot in (0, 2, 5, 7)),
+    (Rows(0, 80, 4, 1, pending=2), Rows(4, 66, 2, 1), Rows(7, 90, 1, 1, pending=1)),
 )
 
 
@@ -195,9 +184,9 @@ class SelfTest:
         wrong = tuple(f"{n} rows" for n in COUNTS if not torch.equal(linear(x[:n]), whole[:n]))
         return RowsResult(f"{name} ({getattr(linear, 'form', '?')})", wrong)
 
-    def _mixer_rows(self, name: str, run: Callable[[list[_Rows]], list[Tensor]]) -> RowsResult:
+    def _mixer_rows(self, name: str, run: Callable[[list[Rows]], list[Tensor]]) -> RowsResult:
         """Decode rows of many sequences against each alone, and a verify against plain steps."""
-        together = [_Rows(slot, 65 + slot, 1, 1) for slot in range(SLOTS - 1)]
+        together = [Rows(slot, 65 + slot, 1, 1) for slot in range(SLOTS - 1)]
         wrong = []
         for count in range(1, SLOTS):
             out = run(together[:count])
@@ -205,18 +194,18 @@ class SelfTest:
                 if not torch.equal(run([row])[0][0], out[0][slot]):
                     wrong.append(f"{count} sequences")
                     break
-        verify = run([_Rows(1, 70, 3, 3)])
-        plain = [run([_Rows(1, 70, n, n)])[0][n - 1] for n in (1, 2, 3)]
+        verify = run([Rows(1, 70, 3, 3)])
+        plain = [run([Rows(1, 70, n, n)])[0][n - 1] for n in (1, 2, 3)]
         if not torch.equal(verify[0], torch.stack(plain)):
             wrong.append("3 rows of one sequence")
         return RowsResult(name, tuple(wrong))
 
-    def _gdn_alone(self, rows: list[_Rows]) -> list[Tensor]:
+    def _gdn_alone(self, rows: list[Rows]) -> list[Tensor]:
         params, state, proj = self._seeded(self._gdn)
         picked = torch.cat([proj[8 * r.slot : 8 * r.slot + r.count] for r in rows])
         return [self._ops.gdn_mixer(picked, params, state, self._batch(rows))]
 
-    def _attention_alone(self, rows: list[_Rows]) -> list[Tensor]:
+    def _attention_alone(self, rows: list[Rows]) -> list[Tensor]:
         params, pages, qkv = self._seeded(self._attention)
         picked = torch.cat([qkv[8 * r.slot : 8 * r.slot + r.count] for r in rows])
         return [self._ops.attention_mixer(picked, params, pages, self._batch(rows), None)]
@@ -314,31 +303,8 @@ class SelfTest:
         )
         return weights, start
 
-    def _batch(self, rows: Sequence[_Rows]) -> RaggedBatch:
-        """Sequences own blocks by slot; rows that are not committed go into the ring."""
-
-        def index(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=self._device)
-
-        ends = np.cumsum([0, *(r.count for r in rows)]).tolist()
-        tables = [list(range(r.slot * BLOCKS, (r.slot + 1) * BLOCKS)) for r in rows]
-        return RaggedBatch(
-            positions=index([p for r in rows for p in range(r.start, r.start + r.count)]),
-            row_segment=index([s for s, r in enumerate(rows) for _ in range(r.count)]),
-            row_start=index(ends),
-            starts=index([r.start for r in rows]),
-            slots=index([r.slot for r in rows]),
-            committed=index([r.committed for r in rows]),
-            pending=index([r.pending for r in rows]),
-            ring_first=index([r.committed for r in rows]),
-            ring_rows=index([r.count - r.committed for r in rows]),
-            snapshots=index([-1] * len(rows)),
-            first_key=index([0] * len(rows)),
-            chunked=index([int(r.chunked) for r in rows]),
-            block_tables=torch.tensor(tables, device=self._device),
-            longest=max(r.count for r in rows),
-            prefills=any(r.chunked for r in rows),
-        )
+    def _batch(self, rows: Sequence[Rows]) -> RaggedBatch:
+        return ragged_batch(rows, blocks_by_slot(rows, BLOCKS), self._device)
 
 
 def _copy(item: Item) -> Item:

@@ -12,6 +12,7 @@ from kernels.attention.naive import attention_mixer as naive_mixer
 from kernels.attention.types import AttentionParams, KvPages
 from kernels.batch import RaggedBatch
 from kernels.cases import Case, CaseSize
+from kernels.ragged import Rows, ragged_batch
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 PAGE = 64
@@ -164,28 +165,9 @@ def _scene(heads: _Heads, rows: list[_Rows], dtype: torch.dtype, device: torch.d
 def _batch(rows: list[_Rows], device: torch.device) -> RaggedBatch:
     """Blocks are dealt out in turns, so that no sequence is in one piece in memory."""
     n = len(rows)
-    counts = torch.tensor([r.count for r in rows])
-    starts = torch.tensor([r.cached for r in rows])
-    row_start = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    owners = torch.repeat_interleave(torch.arange(n), counts)
-    positions = torch.arange(len(owners)) - row_start[owners] + starts[owners]
-    width = int((starts + counts).max() + PAGE - 1) // PAGE
-    zeros = torch.zeros(n, dtype=torch.int64)
-    return RaggedBatch(
-        positions=positions.to(device),
-        row_segment=owners.to(device),
-        row_start=row_start.to(device),
-        starts=starts.to(device),
-        slots=torch.arange(n).to(device),
-        committed=counts.to(device),
-        pending=zeros.to(device),
-        ring_first=counts.to(device),
-        ring_rows=zeros.to(device),
-        snapshots=(zeros - 1).to(device),
-        first_key=zeros.to(device),
-        chunked=torch.tensor([int(r.chunked) for r in rows]).to(device),
-        block_tables=(torch.arange(width)[None, :] * n + torch.arange(n)[:, None]).to(device),
-        longest=int(counts.max()),
-        prefills=any(r.chunked for r in rows),
-        recurrent_rows=sum(r.count for r in rows if not r.chunked),
+    width = -(-max(r.cached + r.count for r in rows) // PAGE)
+    return ragged_batch(
+        [Rows(s, r.cached, r.count, chunked=r.chunked) for s, r in enumerate(rows)],
+        [range(s, n * width, n) for s in range(n)],
+        device,
     )

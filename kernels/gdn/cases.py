@@ -15,6 +15,7 @@ from kernels.cases import Case, CaseSize
 from kernels.gdn.naive import CHUNK
 from kernels.gdn.naive import gdn_mixer as naive_mixer
 from kernels.gdn.types import GdnParams, GdnState
+from kernels.ragged import Rows, ragged_batch
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DRAFTS = 3
@@ -236,29 +237,19 @@ def _scene(heads: _Heads, rows: list[_Rows], dtype: torch.dtype, device: torch.d
 
 
 def _batch(rows: list[_Rows], device: torch.device) -> RaggedBatch:
-    def place(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
-    snapshots, taken, row_start = [], 0, [0]
-    for r in rows:
-        row_start.append(row_start[-1] + r.count)
-        snapshots.append(taken if r.mode == "snapshot" else -1)
+    parts, taken = [], 0
+    for slot, r in enumerate(rows):
+        parts.append(
+            Rows(
+                slot,
+                r.start,
+                r.count,
+                r.committed,
+                r.pending,
+                chunked=r.mode == "chunked",
+                ring=r.ring,
+                snapshot=taken if r.mode == "snapshot" else -1,
+            )
+        )
         taken += r.count - 1 if r.mode == "snapshot" else 0
-    return RaggedBatch(
-        positions=place([r.start + i for r in rows for i in range(r.count)]),
-        row_segment=place([s for s, r in enumerate(rows) for _ in range(r.count)]),
-        row_start=place(row_start),
-        starts=place([r.start for r in rows]),
-        slots=place(list(range(len(rows)))),
-        committed=place([r.committed for r in rows]),
-        pending=place([r.pending for r in rows]),
-        ring_first=place([r.ring[0] for r in rows]),
-        ring_rows=place([r.ring[1] for r in rows]),
-        snapshots=place(snapshots),
-        first_key=place([0] * len(rows)),
-        chunked=place([int(r.mode == "chunked") for r in rows]),
-        block_tables=place([0] * len(rows))[:, None],
-        longest=max(r.count for r in rows),
-        prefills=any(r.mode == "chunked" for r in rows),
-        recurrent_rows=sum(r.count for r in rows if r.mode != "chunked"),
-    )
+    return ragged_batch(parts, [[0]] * len(rows), device)

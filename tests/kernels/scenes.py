@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.attention.types import AttentionParams, KvPages
 from kernels.batch import RaggedBatch
 from kernels.gdn.types import GdnParams, GdnState
+from kernels.ragged import Rows, blocks_by_slot, ragged_batch
 
 Record = TypeVar("Record", GdnParams, GdnState, RaggedBatch)
 Mixer = Callable[[Tensor, GdnParams, GdnState, RaggedBatch], Tensor]
@@ -20,58 +21,9 @@ DRAFTS = 3
 PAGE = 64
 
 
-@dataclass(frozen=True)
-class Rows:
-    """One sequence's part of a step."""
-
-    slot: int
-    start: int
-    count: int
-    committed: int | None = None
-    pending: int = 0
-    chunked: bool = False
-    ring: tuple[int, int] | None = None
-    snapshot: int = -1
-    first_key: int = 0
-
-    @property
-    def kept(self) -> int:
-        return self.count if self.committed is None else self.committed
-
-    @property
-    def ring_rows(self) -> tuple[int, int]:
-        """(first, count) of the rows left in the ring: by default those not committed."""
-        return self.ring or (self.kept, self.count - self.kept)
-
-
 def make_batch(rows: list[Rows], blocks_per_sequence: int = 5) -> RaggedBatch:
     """Sequences get disjoint blocks by slot."""
-    positions, owner, row_start = [], [], [0]
-    for s, r in enumerate(rows):
-        positions += range(r.start, r.start + r.count)
-        owner += [s] * r.count
-        row_start.append(row_start[-1] + r.count)
-    tables = [
-        list(range(r.slot * blocks_per_sequence, (r.slot + 1) * blocks_per_sequence)) for r in rows
-    ]
-    return RaggedBatch(
-        positions=torch.tensor(positions, dtype=torch.int64),
-        row_segment=torch.tensor(owner, dtype=torch.int64),
-        row_start=torch.tensor(row_start),
-        starts=torch.tensor([r.start for r in rows]),
-        slots=torch.tensor([r.slot for r in rows]),
-        committed=torch.tensor([r.kept for r in rows]),
-        pending=torch.tensor([r.pending for r in rows]),
-        ring_first=torch.tensor([r.ring_rows[0] for r in rows]),
-        ring_rows=torch.tensor([r.ring_rows[1] for r in rows]),
-        snapshots=torch.tensor([r.snapshot for r in rows]),
-        first_key=torch.tensor([r.first_key for r in rows]),
-        chunked=torch.tensor([int(r.chunked) for r in rows]),
-        block_tables=torch.tensor(tables),
-        longest=max(r.count for r in rows),
-        prefills=any(r.chunked for r in rows),
-        recurrent_rows=sum(r.count for r in rows if not r.chunked),
-    )
+    return ragged_batch(rows, blocks_by_slot(rows, blocks_per_sequence))
 
 
 def gdn_params(hk: int, hv: int, dk: int, dv: int, seed: int = 0) -> GdnParams:
