@@ -121,6 +121,7 @@ class EngineCore:
         self._outbox: list[TokenDelta] = []
         self._hidden = torch.empty(0)
         self._unprepared: tuple[StepPlan, StepOutcome] | None = None
+        self._drafting_seconds = 0.0
         self._draining = False
         self._steps = 0
         self._steps_by_kind = dict.fromkeys(StepKind, 0)
@@ -222,8 +223,10 @@ class EngineCore:
         """
         if self._unprepared is None or self._speculator is None:
             return
+        start = self._clock()
         (plan, outcome), self._unprepared = self._unprepared, None
         self._speculator.prepare(plan, outcome, self._hidden)
+        self._drafting_seconds = self._clock() - start
 
     def stats(self) -> EngineStats:
         """Gauges and counters as of now."""
@@ -363,6 +366,9 @@ class EngineCore:
                 masks.close(delta.request_id)
 
     def _count(self, plan: StepPlan, seconds: float) -> None:
+        """Count a step; the drafts that it verifies were made before it and count with it."""
+        seconds += self._drafting_seconds
+        self._drafting_seconds = 0.0
         self._steps += 1
         self._steps_by_kind[plan.kind] += 1
         self._step_seconds += seconds
