@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.attention.types import AttentionParams, KvPages
 from kernels.batch import RaggedBatch
-from kernels.draft_chain.types import ChainStart, ChainWeights, Drafts
+from kernels.draft_chain.types import Chain, ChainWeights
 from kernels.environment import set_triton_defaults
 from kernels.gdn.types import GdnParams, GdnState
 from kernels.moe.naive import Experts, MoeParams
@@ -31,7 +31,7 @@ class Ops:
         pack_experts: gate_up [E, 2 I, H], down [E, H, I] -> what moe_mlp takes as experts.
         add_rms_norm, join_norms, silu_mul, gdn_mixer, attention_mixer, moe_mlp, top1, move_rows:
             see naive.py.
-        draft_chain: see its naive.py; None where rows are better run one pass at a time.
+        draft_chain: packs a head for its naive.py; None where rows better run a pass at a time.
         limit_threads: how many threads the numba kernels may use from now on.
         one_form: a row leaves the same bits whether it is a prompt's, runs with many or alone.
     """
@@ -49,7 +49,7 @@ class Ops:
     moe_mlp: Callable[[Tensor, MoeParams, Callable[[Tensor], Tensor]], Tensor]
     top1: Callable[[Tensor], tuple[Tensor, Tensor]]
     move_rows: MoveRows
-    draft_chain: Callable[[ChainWeights, ChainStart], Drafts] | None
+    draft_chain: Callable[[ChainWeights], Chain] | None
     limit_threads: Callable[[int], None]
     one_form: bool = False
 

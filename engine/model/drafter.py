@@ -93,7 +93,6 @@ class Drafter:
         self._lm_head = lm_head
         self._top1 = head.ops.top1
         self._chain = head.chain
-        self._draft_chain = head.ops.draft_chain
         self._dummy_block = dummy_block
         self._table_width = table_width
         self.device = embed.device
@@ -207,8 +206,7 @@ class Drafter:
     def _chained(self, rows: Sequence[DraftRows], first: _FirstPass) -> list[Proposal]:
         """Everything in one call, where the head is small enough."""
         assert self._chain is not None
-        assert self._draft_chain is not None
-        ids, logprobs = self._draft_chain(self._chain, self._start(rows, first))
+        ids, logprobs = self._chain(self._start(rows, first))
         found = zip(rows, ids.tolist(), logprobs.tolist(), strict=True)
         return [Proposal(tuple(t[: e.drafts]), tuple(p[: e.drafts])) for e, t, p in found]
 

@@ -19,7 +19,7 @@ from engine.model.layers import (
 from engine.model.mtp import MtpHead
 from engine.model.placed import PlacedWeights
 from engine.pools.allocate import Pools
-from engine.reserve.parameters import CHAIN_BYTES
+from engine.reserve.parameters import CHAIN_BYTES, in_chain_tiles
 from engine.weights.layout import (
     AttentionWeights,
     DenseMlpWeights,
@@ -29,7 +29,7 @@ from engine.weights.layout import (
 )
 from engine.weights.loader import Checkpoint, Progress
 from engine.weights.model_config import ModelConfig
-from kernels.draft_chain.types import ChainWeights
+from kernels.draft_chain.types import Chain, ChainWeights
 from kernels.ops import Ops
 
 
@@ -98,20 +98,25 @@ def build_network(
             layer=inner,
             norm=drafter.norm,
             ops=ops,
-            chain=_chain(drafter, embed, embed if head is None else head, inner.mixer),
+            chain=_chain(config, drafter, embed, embed if head is None else head, inner.mixer),
         )
     return Network(embed, layers, norm, lm_head, mtp)
 
 
 def _chain(
-    drafter: MtpWeights, embed: Tensor, head: Tensor, mixer: AttentionMixer
-) -> ChainWeights | None:
+    config: ModelConfig,
+    drafter: MtpWeights,
+    embed: Tensor,
+    head: Tensor,
+    mixer: AttentionMixer,
+) -> Chain | None:
     """The head for `kernels.draft_chain`, when it is dense, small and kept in bfloat16."""
     inner, mlp = drafter.layer.mixer, drafter.layer.mlp
-    if mixer.ops.draft_chain is None or not isinstance(mlp, DenseMlpWeights):
+    make = mixer.ops.draft_chain
+    if make is None or not isinstance(mlp, DenseMlpWeights) or not in_chain_tiles(config):
         return None
     assert isinstance(inner, AttentionWeights)
-    chain = ChainWeights(
+    weights = ChainWeights(
         embed=embed,
         fc=drafter.fc,
         qkv=inner.qkv_proj,
@@ -127,5 +132,6 @@ def _chain(
         attention=mixer.params,
         pages=mixer.pages,
     )
-    stored = {embed.dtype, head.dtype, chain.fc.dtype, chain.qkv.dtype, chain.down.dtype}
-    return chain if stored == {torch.bfloat16} and chain.matrix_bytes <= CHAIN_BYTES else None
+    stored = {embed.dtype, head.dtype, weights.fc.dtype, weights.qkv.dtype, weights.down.dtype}
+    fits = stored == {torch.bfloat16} and weights.matrix_bytes <= CHAIN_BYTES
+    return make(weights) if fits else None

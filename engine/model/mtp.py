@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.model.layers import AttentionMixer, Layer
 from kernels.batch import RaggedBatch
-from kernels.draft_chain.types import ChainWeights
+from kernels.draft_chain.types import Chain
 from kernels.ops import Linear, Ops
 
 
@@ -31,7 +31,7 @@ class MtpHead:
     layer: Layer
     norm: Tensor
     ops: Ops
-    chain: ChainWeights | None
+    chain: Chain | None
 
     def __call__(
         self, embedding: Tensor, hidden: Tensor, batch: RaggedBatch, wanted: Tensor

@@ -153,7 +153,7 @@ def resident_parts(
         else:
             add("packed matrices", tensor.elements, packed)
     for tensor in _chain_matrices(loaded, model, config):
-        add("the drafter's matrices as they are stored", tensor.elements, 2)
+        add("the drafter's matrices in tiles", tensor.elements, 2)
     return tuple(ResidentPart(what, n, width) for (what, width), n in counts.items())
 
 
@@ -171,12 +171,13 @@ def _chain_matrices(
 ) -> list[StoredTensor]:
     """Those that a drafter in one kernel (kernels.draft_chain) keeps beside the packed ones.
 
-    An untied lm_head is among them; tied to the embeddings it is there anyway.
+    The lm_head is among them, though it be tied: a table of embeddings is not read in tiles.
     """
     inner = [t for t in tensors if t.name.startswith("mtp.") and not _is_vector(t)]
     heads = ("lm_head.weight", "embed_tokens.weight")
     outer = [t for t in tensors if t.name.endswith(heads)]
-    if not inner or model.num_experts or not uses_cpu_kernels(config):
+    fits = in_chain_tiles(model) and not model.num_experts
+    if not inner or not fits or not uses_cpu_kernels(config):
         return []
     if any(_SPELLED.get(t.dtype, t.dtype) != "bfloat16" for t in (*inner, *outer)):
         return []
@@ -184,7 +185,13 @@ def _chain_matrices(
     head = next(t for t in outer if tied or t.name == "lm_head.weight")
     if stored_bytes(inner) + head.nbytes > CHAIN_BYTES:
         return []
-    return inner if tied else [*inner, head]
+    return [*inner, head]
+
+
+def in_chain_tiles(model: ModelConfig) -> bool:
+    """Whether every matrix of a drafter is a whole number of kernels.draft_chain's tiles of 16."""
+    sizes = (model.hidden_size, model.intermediate_size, model.vocab_size, model.head_dim)
+    return all(size % 16 == 0 for size in sizes)
 
 
 def packed_element_bytes(dtype: str, config: EngineConfig) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 
 import numpy as np
@@ -17,13 +17,11 @@ from torch import Tensor
 from kernels.attention.types import AttentionParams, KvPages
 from kernels.cases import Case, CaseSize
 from kernels.draft_chain import naive
-from kernels.draft_chain.types import ChainStart, ChainWeights, Drafts
-
-Chain = Callable[[ChainWeights, ChainStart], Drafts]
+from kernels.draft_chain.types import Chain, ChainStart, ChainWeights
 
 PAGE = 64
 # Width, inner width, vocabulary, heads, KV heads, head size; then rows and depths of sequences.
-SMOKE = [((48, 40, 97, 4, 2, 32), [1], [3]), ((33, 17, 50, 2, 1, 16), [1, 3], [2, 1])]
+SMOKE = [((48, 80, 112, 4, 2, 32), [1], [3]), ((32, 16, 48, 2, 1, 16), [1, 3], [2, 1])]
 # spark-tiny's own head is the largest that the chain is meant for.
 CARD = [((256, 768, 2048, 4, 2, 64), [1], [3]), ((256, 768, 2048, 4, 2, 64), [1, 2, 1, 4], [3] * 4)]
 
@@ -34,35 +32,39 @@ def cases(size: CaseSize, device: torch.device) -> list[Case]:
     return [_case(sizes, counts, depths, device) for sizes, counts, depths in shapes]
 
 
-def _chain(device: torch.device) -> tuple[str, Chain]:
+def _form(device: torch.device) -> tuple[str, Callable[[ChainWeights], Chain], float]:
+    """(name, how a chain is made, tolerance)."""
     if device.type != "cpu" or find_spec("numba") is None:
-        return "naive", naive.draft_chain
+        return "naive", partial(partial, naive.draft_chain), 1e-5
     from kernels.draft_chain import cpu
 
-    return "cpu", cpu.draft_chain
+    return "cpu", cpu.draft_chain, cpu.TOLERANCE
 
 
 def _case(
     sizes: tuple[int, ...], counts: list[int], depths: list[int], device: torch.device
 ) -> Case:
-    form, chain = _chain(device)
+    form, make, tolerance = _form(device)
     drafted: Tensor = torch.arange(max(depths)) < torch.tensor(depths)[:, None]
     weights = cache(lambda: _weights(*sizes))
     start = cache(lambda: _start(sizes[0], sizes[2], counts, depths))
+    chain = cache(lambda: make(weights()))
 
     def outcome(chain: Chain, weights: ChainWeights, start: ChainStart) -> list[Tensor]:
-        ids, logprobs = map(torch.from_numpy, chain(weights, start))
+        ids, logprobs = map(torch.from_numpy, chain(start))
         return [ids[drafted], logprobs[drafted], weights.pages.k, weights.pages.v]
 
     def run() -> list[Tensor]:
         pages = KvPages(weights().pages.k.clone(), weights().pages.v.clone())
-        return outcome(chain, replace(weights(), pages=pages), start())
+        own = replace(weights(), pages=pages)
+        return outcome(make(own), own, start())
 
     def truth() -> list[Tensor]:
         w, s = weights(), start()
         pages = KvPages(w.pages.k.double(), w.pages.v.double())
         wide = replace(s, hidden=s.hidden.double())
-        return outcome(naive.draft_chain, replace(w, pages=pages), wide)
+        own = replace(w, pages=pages)
+        return outcome(partial(naive.draft_chain, own), own, wide)
 
     width, inner, vocabulary, heads, kv_heads, dim = sizes
     matrix = width * (2 * width + (3 * heads + 2 * kv_heads) * dim + 3 * inner + vocabulary)
@@ -71,8 +73,8 @@ def _case(
         dtype=torch.float32,
         run=run,
         truth=truth,
-        step=lambda: chain(weights(), start()),
-        tolerance=1e-5,
+        step=lambda: chain()(start()),
+        tolerance=tolerance,
         bytes=2 * matrix * (1 + max(depths)),
         flops=2 * matrix * (sum(counts) + sum(depths)),
     )

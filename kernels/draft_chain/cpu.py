@@ -10,12 +10,17 @@ from typing import Any
 
 import numba
 import numpy as np
+import torch
 from numba import prange
 
 from kernels.attention.cpu import attend_group, write_row
-from kernels.draft_chain.products import BLOCK, fast, products, wide
-from kernels.draft_chain.types import ChainStart, ChainWeights, Drafts
+from kernels.draft_chain.products import BLOCK, fast, in_tiles, products, wide
+from kernels.draft_chain.tile import BFLOAT16, LANES
+from kernels.draft_chain.types import Chain, ChainStart, ChainWeights, Drafts
 from kernels.jit import exp32, parallel_kernel, sigmoid32
+
+# How far from the truth it may be, as a share of its length.
+TOLERANCE = 1e-2 if BFLOAT16 else 1e-5
 
 
 @fast
@@ -98,7 +103,7 @@ def _write_rows(
     for r in range(rows):
         _scaled(residual[r], scales[2], eps, normed[r])
     kv = np.empty((BLOCK, kv_width), np.float32)
-    products(qkv_weight[qkv_weight.shape[0] - kv_width :], normed, rows, kv)
+    products(qkv_weight[qkv_weight.shape[0] - kv_width // LANES :], normed, rows, kv)
     for r in range(rows):
         s = owners[chosen[r]]
         position = begins[s] + chosen[r] - row_start[s]
@@ -126,8 +131,8 @@ def _draft(
     """Drafts of the sequences first .. first + rows - 1, beginning with the last row of each."""
     _, _, qkv_weight, o, gate_up, down, head = matrices
     q_norm, k_norm, cos, sin, pages_k, pages_v = attention
-    width, inner = hidden.shape[1], down.shape[1]
-    kv_base = qkv_weight.shape[0] - 2 * pages_k.shape[1] * pages_k.shape[2]
+    width, inner = hidden.shape[1], 2 * down.shape[1]
+    kv_base = LANES * qkv_weight.shape[0] - 2 * pages_k.shape[1] * pages_k.shape[2]
     own_tokens = np.zeros(BLOCK, np.int64)
     at = np.zeros(BLOCK, np.int64)
     state = np.zeros((BLOCK, width), np.float32)
@@ -142,12 +147,11 @@ def _draft(
     residual = np.empty((BLOCK, width), np.float32)
     normed = np.zeros((BLOCK, width), np.float32)
     added = np.empty((BLOCK, width), np.float32)
-    qkv = np.empty((BLOCK, qkv_weight.shape[0]), np.float32)
-    mixed = np.zeros((BLOCK, o.shape[1]), np.float32)
+    qkv = np.empty((BLOCK, LANES * qkv_weight.shape[0]), np.float32)
+    mixed = np.zeros((BLOCK, 2 * o.shape[1]), np.float32)
     gates = np.empty((BLOCK, 2 * inner), np.float32)
-    # On its own: a product over a slice of columns would not be compiled to vectors.
     acted = np.zeros((BLOCK, inner), np.float32)
-    logits = np.empty((BLOCK, head.shape[0]), np.float32)
+    logits = np.empty((BLOCK, LANES * head.shape[0]), np.float32)
     for depth in range(deepest):
         _enter(own_tokens, state, rows, matrices, scales, eps, residual)
         for r in range(rows):
@@ -232,31 +236,73 @@ def _chain(
 ) -> None:
     sequences = depths.shape[0]
     written, owners = _caught_up(row_start, depths)
-    for b in prange((written.shape[0] + BLOCK - 1) // BLOCK):
-        _write_rows(
-            written[b * BLOCK : (b + 1) * BLOCK],
-            tokens,
-            hidden,
-            row_start,
-            begins,
-            owners,
-            tables,
-            matrices,
-            scales,
-            attention,
-            eps,
-        )
-    for b in prange((sequences + block - 1) // block):
-        _draft(
-            b * block,
-            min(block, sequences - b * block),
-            tokens,
-            hidden,
-            row_start,
-            begins,
-            tables,
-            first_key,
-            depths,
+    for drafting in range(2):
+        # One loop for both: a parallel loop of its own takes three seconds to compile.
+        items = sequences if drafting else written.shape[0]
+        size = block if drafting else BLOCK
+        for b in prange((items + size - 1) // size):
+            if drafting:
+                _draft(
+                    b * size,
+                    min(size, items - b * size),
+                    tokens,
+                    hidden,
+                    row_start,
+                    begins,
+                    tables,
+                    first_key,
+                    depths,
+                    matrices,
+                    scales,
+                    attention,
+                    eps,
+                    ids,
+                    logprobs,
+                )
+            else:
+                _write_rows(
+                    written[b * size : (b + 1) * size],
+                    tokens,
+                    hidden,
+                    row_start,
+                    begins,
+                    owners,
+                    tables,
+                    matrices,
+                    scales,
+                    attention,
+                    eps,
+                )
+
+
+def draft_chain(weights: ChainWeights) -> Chain:
+    """As naive.draft_chain of these weights; what lies beyond a sequence's depth was never written.
+
+    Matrices are copied into tiles, the embeddings and pages are seen where they are.
+    """
+    w, a = weights, weights.attention
+    embed = w.embed.view(torch.uint16).numpy()
+    tiles = (in_tiles(matrix).numpy() for matrix in (w.fc, w.qkv, w.o, w.gate_up, w.down, w.head))
+    matrices = (embed, *tiles)
+    norms = (w.norm_embedding, w.norm_hidden, w.input_norm, w.post_norm, w.norm)
+    scales = tuple(norm.numpy() for norm in norms)
+    layer = (a.q_norm, a.k_norm, a.cos, a.sin, w.pages.k, w.pages.v)
+    attention = tuple(tensor.numpy() for tensor in layer)
+    eps = np.float32(a.eps)
+
+    def chain(start: ChainStart) -> Drafts:
+        sequences = len(start.depths)
+        shape = sequences, max(start.depths.tolist())
+        ids, logprobs = np.empty(shape, np.int64), np.empty(shape, np.float32)
+        _chain(
+            min(BLOCK, -(-sequences // numba.get_num_threads())),
+            start.tokens,
+            start.hidden.numpy(),
+            start.row_start,
+            start.begins,
+            start.block_tables,
+            start.first_key,
+            start.depths,
             matrices,
             scales,
             attention,
@@ -264,25 +310,6 @@ def _chain(
             ids,
             logprobs,
         )
+        return ids, logprobs
 
-
-def draft_chain(weights: ChainWeights, start: ChainStart) -> Drafts:
-    """As naive.draft_chain; what lies beyond a sequence's own depth was never written."""
-    sequences = len(start.depths)
-    shape = sequences, max(start.depths.tolist())
-    ids, logprobs = np.empty(shape, np.int64), np.empty(shape, np.float32)
-    _chain(
-        min(BLOCK, -(-sequences // numba.get_num_threads())),
-        start.tokens,
-        start.hidden.numpy(),
-        start.row_start,
-        start.begins,
-        start.block_tables,
-        start.first_key,
-        start.depths,
-        *weights.arrays,
-        np.float32(weights.attention.eps),
-        ids,
-        logprobs,
-    )
-    return ids, logprobs
+    return chain

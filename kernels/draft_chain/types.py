@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -17,7 +16,7 @@ Int64 = NDArray[np.int64]
 Drafts = tuple[Int64, NDArray[np.floating[Any]]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ChainWeights:
     """Matrices in bfloat16, [out, in]; norm scales in float32 with 1 + w folded.
 
@@ -50,25 +49,6 @@ class ChainWeights:
         parts = (self.fc, self.qkv, self.o, self.gate_up, self.down, self.head)
         return sum(part.numel() * part.element_size() for part in parts)
 
-    @cached_property
-    def arrays(self) -> tuple[Any, ...]:
-        """All of it as numpy sees it, looked up once: (matrices as uint16, scales, attention)."""
-        matrices = (self.embed, self.fc, self.qkv, self.o, self.gate_up, self.down, self.head)
-        scales = (
-            self.norm_embedding,
-            self.norm_hidden,
-            self.input_norm,
-            self.post_norm,
-            self.norm,
-        )
-        a, pages = self.attention, self.pages
-        attention = (a.q_norm, a.k_norm, a.cos, a.sin, pages.k, pages.v)
-        return (
-            tuple(matrix.contiguous().view(torch.uint16).numpy() for matrix in matrices),
-            tuple(scale.numpy() for scale in scales),
-            tuple(tensor.numpy() for tensor in attention),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class ChainStart:
@@ -99,3 +79,6 @@ class ChainStart:
         """[R] of the rows."""
         offsets = self.begins - self.row_start[:-1]
         return np.arange(len(self.tokens)) + offsets[self.owners()]
+
+
+Chain = Callable[[ChainStart], Drafts]

@@ -1,18 +1,29 @@
-"""A chain of re-fed drafts in one call against the same chain out of the operators' truths."""
+"""A chain of re-fed drafts in one call against the same chain out of the operators' truths.
+
+Where the CPU multiplies bfloat16, the form of all others runs in a process of its own.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
 import pytest
 import torch
+from numba.core.codegen import get_host_cpu_features
 from torch import Tensor
 
 from kernels.draft_chain import cpu, naive
+from kernels.draft_chain.products import BLOCK, exact_products, in_tiles, rounded_products
+from kernels.draft_chain.tile import BFLOAT16
 from kernels.draft_chain.types import ChainStart, ChainWeights
 from tests.kernels.scenes import attention_params, kv_pages
+from tests.processes import run_python
 
-WIDTH, INNER, VOCAB, HEADS, KV_HEADS, DIM = 48, 40, 97, 4, 2, 32
+WIDTH, INNER, VOCAB, HEADS, KV_HEADS, DIM = 48, 80, 112, 4, 2, 32
 
 
 def weights(seed: int) -> ChainWeights:
@@ -78,14 +89,61 @@ def test_cpu_equals_naive(
     ids, logprobs = naive.draft_chain(truth, start)
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     try:
-        got_ids, got_logprobs = cpu.draft_chain(fast, start)
+        got_ids, got_logprobs = cpu.draft_chain(fast)(start)
     finally:
         numba.set_num_threads(1)
     meant = np.arange(max(depths)) < np.array(depths)[:, None]
     assert np.array_equal(got_ids[meant], ids[meant])
-    np.testing.assert_allclose(got_logprobs[meant], logprobs[meant], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(fast.pages.k, truth.pages.k, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(fast.pages.v, truth.pages.v, atol=1e-5, rtol=1e-4)
+    close = {"atol": 5 * cpu.TOLERANCE, "rtol": 10 * cpu.TOLERANCE}
+    np.testing.assert_allclose(got_logprobs[meant], logprobs[meant], **close)
+    torch.testing.assert_close(fast.pages.k, truth.pages.k, **close)
+    torch.testing.assert_close(fast.pages.v, truth.pages.v, **close)
     assert np.array_equal(start.tokens, before[0]), "the start is the caller's"
     assert torch.equal(start.hidden, before[1])
     assert np.array_equal(start.begins, before[2])
+
+
+FORMS = [
+    (exact_products, 0.0),
+    pytest.param(
+        rounded_products,
+        2.0**-8,
+        marks=pytest.mark.skipif(not BFLOAT16, reason="this CPU has no AVX512_BF16"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("products", "rounding"), FORMS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize(("height", "width"), [(16, 2), (48, 34), (144, 256)])
+def test_products(
+    products: Callable[..., None], rounding: float, rows: int, height: int, width: int
+) -> None:
+    g = torch.Generator().manual_seed(3)
+    matrix = torch.randn(height, width, generator=g).bfloat16()
+    x = torch.randn(BLOCK, width, generator=g)
+    out = torch.full((BLOCK, height), torch.nan)
+    products(in_tiles(matrix).numpy(), x.numpy(), rows, out.numpy())
+    exact = x.double() @ matrix.double().T
+    most = x.double().abs() @ matrix.double().abs().T
+    assert ((out - exact).abs() <= (rounding + 1e-6) * most)[:rows].all()
+    if rounding:
+        assert (out - exact)[:rows].abs().max() > 1e-4, "rounded to nothing coarser"
+        nearest = x.bfloat16().double() @ matrix.double().T
+        torch.testing.assert_close(out[:rows].double(), nearest[:rows], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.skipif(not BFLOAT16, reason="this CPU runs no other form anyway")
+def test_the_form_of_other_cpus(tmp_path: Path) -> None:
+    features: Any = get_host_cpu_features()
+    others = ",".join(f for f in features.split(",") if "bf16" not in f)
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
+from kernels.draft_chain import cpu
+from tests.kernels.test_draft_chain import test_cpu_equals_naive
+test_cpu_equals_naive([3, 1, 2, 1, 1], [4, 4, 0, 2, 3], 50, 2)
+print(cpu.TOLERANCE)
+"""
+    printed = run_python(code, tmp_path, seconds=120, NUMBA_CPU_FEATURES=others)
+    assert float(printed) == 1e-5

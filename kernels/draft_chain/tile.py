@@ -1,0 +1,119 @@
+"""The inner loop of a product as LLVM's instructions: rows of numbers times tiles of a matrix.
+
+numba's own loops sum up along a row and across a register at its end, a quarter of the time; here a
+register holds sums of sixteen rows of the matrix, and pairs of bfloat16 are multiplied as such
+where the CPU can.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
+from numba.extending import intrinsic
+
+# Rows of the matrix in a tile.
+LANES = 16
+
+_features = numba.config.CPU_FEATURES
+_features = set((get_host_cpu_features() if _features is None else _features).split(","))
+# Whether the CPU multiplies pairs of bfloat16.
+BFLOAT16 = {"+avx512bf16", "+avx512f"} <= _features
+# Vectors of sums at a time: more than the registers hold halves the speed.
+_SUMS = 8 if "+avx512f" in _features else 4
+
+_I32 = ir.IntType(32)
+_WORDS = ir.VectorType(_I32, LANES)
+_FLOATS = ir.VectorType(ir.FloatType(), LANES)
+
+
+def _everywhere(builder: Any, pointer: Any) -> Any:
+    """The number at a pointer in all lanes."""
+    number = builder.load(pointer)
+    vector = ir.VectorType(number.type, LANES)
+    lone = builder.insert_element(ir.Constant(vector, ir.Undefined), number, _I32(0))
+    first = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+    return builder.shuffle_vector(lone, ir.Constant(vector, ir.Undefined), first)
+
+
+def _add_rounded(builder: Any, total: Any, words: Any, pair: Any) -> Any:
+    """total + words times one pair of bfloat16.
+
+    Operands are declared as older LLVMs know them, before they had the type; newer ones convert.
+    """
+    kind = ir.FunctionType(_FLOATS, [_FLOATS, _WORDS, _WORDS])
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(function, [total, words, _everywhere(builder, pair)])
+
+
+def _add_exact(builder: Any, total: Any, words: Any, pair: Any) -> Any:
+    """total + words times two float32: a bfloat16 is the upper half of one."""
+    second = builder.gep(pair, [_I32(1)])
+    low = builder.shl(words, ir.Constant(_WORDS, [16] * LANES))
+    high = builder.and_(words, ir.Constant(_WORDS, [0xFFFF0000] * LANES))
+    for bits, pointer in ((low, pair), (high, second)):
+        wide, fused = builder.bitcast(bits, _FLOATS), ("contract",)
+        product = builder.fmul(wide, _everywhere(builder, pointer), flags=fused)
+        total = builder.fadd(total, product, flags=fused)
+    return total
+
+
+@intrinsic(prefer_literal=True)
+def multiply(typing_context: Any, weight: Any, first: Any, x: Any, rows: Any, out: Any) -> Any:
+    """Put `rows` (a constant) of x times some tiles from `first` on into out; returns how many.
+
+    weight [N / LANES, K / 2, LANES] uint32; x [., K] float32 or [., K / 2] uint32; out [., N].
+    """
+    height = rows.literal_value
+    tiles = _SUMS // height
+    add, step = (_add_rounded, 1) if x.dtype == types.uint32 else (_add_exact, 2)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        weight, x, out = (
+            context.make_array(signature.args[i])(context, builder, args[i]) for i in (0, 2, 4)
+        )
+        count, pairs, _ = cgutils.unpack_tuple(builder, weight.shape, 3)
+        x_width = cgutils.unpack_tuple(builder, x.shape, 2)[1]
+        out_width = cgutils.unpack_tuple(builder, out.shape, 2)[1]
+        size = pairs.type
+
+        def at(data: Any, row: Any, width: Any, column: Any) -> Any:
+            return builder.gep(data, [builder.add(builder.mul(row, width), column)])
+
+        last = builder.sub(count, size(1))
+        places = []
+        for i in range(tiles):
+            place = builder.add(args[1], size(i))
+            # Behind the last tile it is multiplied again, to the same sums.
+            places.append(builder.select(builder.icmp_signed("<", place, last), place, last))
+        sums = [
+            [cgutils.alloca_once_value(builder, ir.Constant(_FLOATS, None)) for _ in range(height)]
+            for _ in places
+        ]
+        for vector in (vector for tile in sums for vector in tile):
+            builder.store(ir.Constant(_FLOATS, None), vector)
+        tile_size = builder.mul(pairs, size(LANES))
+        with cgutils.for_range(builder, pairs) as loop:
+            column = builder.mul(loop.index, size(LANES))
+            held = [
+                at(x.data, size(r), x_width, builder.mul(loop.index, size(step)))
+                for r in range(height)
+            ]
+            for place, tile in zip(places, sums, strict=True):
+                pointer = at(weight.data, place, tile_size, column)
+                words = builder.load(builder.bitcast(pointer, _WORDS.as_pointer()), align=4)
+                for vector, pair in zip(tile, held, strict=True):
+                    builder.store(add(builder, builder.load(vector), words, pair), vector)
+        for place, tile in zip(places, sums, strict=True):
+            for r, vector in enumerate(tile):
+                pointer = at(out.data, size(r), out_width, builder.mul(place, size(LANES)))
+                pointer = builder.bitcast(pointer, _FLOATS.as_pointer())
+                builder.store(builder.load(vector), pointer, align=4)
+        return size(tiles)
+
+    return types.intp(weight, types.intp, x, rows, out), generate
