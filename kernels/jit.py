@@ -40,6 +40,10 @@ def host(tensor: Tensor) -> Any:
 
 
 inline = numba.njit(error_model="numpy", fastmath={"contract"})
+# As inline, but Python itself cannot call it: quicker to compile, the more so the more arguments.
+inner = numba.njit(
+    error_model="numpy", fastmath={"contract"}, no_cpython_wrapper=True, no_cfunc_wrapper=True
+)
 
 # Range reduction and polynomial of Cephes' expf: exp(x) = 2^n * P(x - n ln 2), error 2 ulp.
 _LOG2E = np.float32(1.44269504088896341)

@@ -41,6 +41,7 @@ _WIDE = _LanesType(WIDE)
 
 def _address(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
     """Pointer to the float at a flat index."""
+    assert kind.layout == "C", kind
     data = context.make_array(kind)(context, builder, array).data
     return builder.gep(data, [index])
 

@@ -19,6 +19,7 @@ from kernels.batch import RaggedBatch
 from kernels.gdn.half import half_bits, nearest_half
 from kernels.gdn.naive import CHUNK
 from kernels.gdn.rows import (
+    clear,
     convolve,
     correct,
     gated_norm,
@@ -30,19 +31,19 @@ from kernels.gdn.rows import (
     write_history,
 )
 from kernels.gdn.types import GdnParams, GdnState
-from kernels.jit import exp32, host, inline, parallel_kernel, sigmoid32
+from kernels.jit import exp32, host, inner, parallel_kernel, sigmoid32
 from kernels.lanes import copy
 
 # Rows whose inputs are made before a state is touched: three pending ones and four of a verify.
 _ROWS = 8
 
 
-@inline
+@inner
 def _softplus(x: Any) -> Any:
     return x if x > np.float32(20.0) else np.log1p(np.exp(x))
 
 
-@inline
+@inner
 def _round_to_half(state: Any, at: Any, count: Any) -> None:
     """state[at:][:count]: every number becomes the nearest that float16 holds."""
     part = state[at : at + count]
@@ -50,7 +51,7 @@ def _round_to_half(state: Any, at: Any, count: Any) -> None:
         part[i] = nearest_half(part[i])
 
 
-@inline
+@inner
 def _keep_half(state: Any, at: Any, stride: Any, out: Any) -> None:
     """out [Dk, Dv] uint16 = the float16 bits of a state [Dk, stride] that float16 holds."""
     dk, dv = out.shape
@@ -60,7 +61,7 @@ def _keep_half(state: Any, at: Any, stride: Any, out: Any) -> None:
             out[i, j] = half_bits(row[j])
 
 
-@inline
+@inner
 def _mix_items(
     begin_item: Any,
     end_item: Any,
@@ -108,8 +109,8 @@ def _mix_items(
     scale = np.zeros(stride, np.float32)
     copy(norm, 0, scale, 0, dv)
     window = np.zeros((taps + _ROWS) * width, np.float32)
-    mixed = np.empty(_ROWS * width, np.float32)
-    z = np.zeros(_ROWS * stride, np.float32)
+    # Rows of q, k and v behind the convolution, then every head's gates z, row by row.
+    mixed = np.zeros(_ROWS * (width + ratio * stride), np.float32)
     read = np.empty(_ROWS * stride, np.float32)
     key_read = np.empty(stride, np.float32)
     decays = np.empty(_ROWS, np.float32)
@@ -152,7 +153,7 @@ def _mix_items(
         if before + own == 0:
             continue
         if fresh:
-            window[: taps * width] = np.float32(0.0)
+            clear(window, 0, taps * width)
         else:
             for part in range(parts):
                 source = (slot * conv_dim + part_column[part]) * taps
@@ -182,6 +183,14 @@ def _mix_items(
                     copy(proj, source, ring_inputs, target, ring_columns - conv_dim)
 
             convolve(window, weights, taps, width, rows, mixed)
+            gates = rows * width
+            asked = max(-begin, 0)
+            for row in range(asked, rows):
+                for place in range(ratio):
+                    source = (first + begin + row) * columns + conv_dim
+                    target = gates + ((row - asked) * ratio + place) * stride
+                    copy(proj, source + (group * ratio + place) * dv, mixed, target, dv)
+            silu(mixed, gates + (rows - asked) * ratio * stride)
             for row in range(rows):
                 for part in range(2):
                     divisor = np.sqrt(np.float32(dk)) if part == 0 else np.float32(1.0)
@@ -201,8 +210,6 @@ def _mix_items(
                         if 0 <= t - ring_first[s] < ring_rows[s]:
                             ring_gates[slot, t - ring_first[s], 0, head] = g
                             ring_gates[slot, t - ring_first[s], 1, head] = beta
-                        source = (first + t) * columns + conv_dim + head * dv
-                        copy(proj, source, z, row * stride, dv)
                     decays[row] = exp32(g)
                     betas[row] = beta
 
@@ -213,7 +220,7 @@ def _mix_items(
                     for i in range(dk):
                         copy(h, stored + i * dv, spread, i * stride, dv)
                 if fresh and begin == 0:
-                    state[state_at : state_at + size] = np.float32(0.0)
+                    clear(state, state_at, size)
                 if begin > kept:
                     state, state_at = trials, place * size
                 begun = False
@@ -319,9 +326,9 @@ def _mix_items(
                     for i in range(dk):
                         copy(spread, i * stride, h, stored + i * dv, dv)
 
-                silu(z, rows * stride)
-                for row in range(max(-begin, 0), rows):
-                    gated_norm(read, row * stride, z, scale, eps, dv, stride)
+                for row in range(asked, rows):
+                    z_at = gates + ((row - asked) * ratio + place) * stride
+                    gated_norm(read, row * stride, mixed, z_at, scale, eps, dv, stride)
                     target = ((first + begin + row) * value_heads + head) * dv
                     copy(read, row * stride, out, target, dv)
 
@@ -333,7 +340,7 @@ def _mix_items(
                     target = (slot * conv_dim + column) * taps
                     write_history(window, source, width, conv, target, taps, count)
                 if snapshots[s] >= 0:
-                    for row in range(max(-begin, 0), rows):
+                    for row in range(asked, rows):
                         source = (row + 1) * width + part_place[part]
                         target = (slot * shown_rows + begin + row) * conv_dim + column
                         write_history(
@@ -432,11 +439,13 @@ def _run(
 ) -> Tensor:
     """The kernel on h float32 [slots + 1, Hv, Dk, Dv]."""
     out = proj.new_empty(proj.shape[0], params.value_dim)
+    # Otherwise the flat view below were a copy.
+    assert h.flags.c_contiguous
     items = batch.slots.shape[0] * params.key_heads
     _mixer(
         # Asked here: a kernel that asks cannot be cached on disk.
         min(numba.get_num_threads(), items),
-        proj.numpy(),
+        proj.contiguous().numpy(),
         host(params.conv),
         host(params.decay),
         host(params.dt_bias),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.jit import inline, sigmoid32
+from kernels.jit import inner, sigmoid32
 from kernels.lanes import (
     COLUMNS,
     NARROW,
@@ -34,13 +34,20 @@ _ONE = np.float32(1.0)
 _EPS_L2 = np.float32(1e-6)
 
 
-@inline
+@inner
 def padded(count: Any) -> Any:
     """The next multiple of a vector's width."""
     return (count + WIDE - 1) // WIDE * WIDE
 
 
-@inline
+@inner
+def clear(x: Any, at: Any, count: Any) -> None:
+    """x[at:][:count] = 0; as an assignment it takes longer to compile."""
+    for c in range(at, at + count, WIDE):
+        store(x, c, zeros32())
+
+
+@inner
 def read_history(conv: Any, at: Any, taps: Any, window: Any, place: Any, width: Any, n: Any) -> Any:
     """The first `taps` rows of the window, n channels from `place` on = conv[at:] [n, taps]."""
     whole = n - n % NARROW if taps == COLUMNS else 0
@@ -51,7 +58,7 @@ def read_history(conv: Any, at: Any, taps: Any, window: Any, place: Any, width: 
             copy(conv, at + c * taps + tap, window, tap * width + place + c, 1)
 
 
-@inline
+@inner
 def write_history(
     window: Any, place: Any, width: Any, conv: Any, at: Any, taps: Any, n: Any
 ) -> Any:
@@ -64,9 +71,9 @@ def write_history(
             copy(window, tap * width + place + c, conv, at + c * taps + tap, 1)
 
 
-@inline
+@inner
 def convolve(window: Any, weights: Any, taps: Any, width: Any, rows: Any, out: Any) -> None:
-    """out [rows, width] = silu of the taps that end at each row behind the window's history."""
+    """out [rows, width] = the sums over taps that end at each row behind the window's history."""
     for c in range(0, width, WIDE):
         for row in range(rows):
             total = zeros32()
@@ -74,17 +81,16 @@ def convolve(window: Any, weights: Any, taps: Any, width: Any, rows: Any, out: A
                 values = load32(window, (row + 1 + tap) * width + c)
                 total = plus_product(total, load32(weights, tap * width + c), values)
             store(out, row * width + c, total)
-    silu(out, rows * width)
 
 
-@inline
+@inner
 def silu(x: Any, count: Any) -> None:
     """x[:count] times its sigmoid."""
     for c in range(count):
         x[c] *= sigmoid32(x[c])
 
 
-@inline
+@inner
 def _sum_of_squares(x: Any, at: Any, count: Any) -> Any:
     """Of x[at:][:count], in the order of kernels.jit.sum_of_squares; count is padded."""
     lanes = zeros16()
@@ -94,7 +100,7 @@ def _sum_of_squares(x: Any, at: Any, count: Any) -> Any:
     return sum_in_order(lanes)
 
 
-@inline
+@inner
 def normalise(x: Any, at: Any, count: Any, divisor: Any) -> None:
     """x[at:][:count] becomes as long as 1 / divisor."""
     scale = _ONE / np.sqrt(_sum_of_squares(x, at, count) + _EPS_L2) / divisor
@@ -102,24 +108,26 @@ def normalise(x: Any, at: Any, count: Any, divisor: Any) -> None:
         store(x, c, scaled(load32(x, c), scale))
 
 
-@inline
-def gated_norm(read: Any, at: Any, z: Any, norm: Any, eps: Any, dv: Any, count: Any) -> None:
+@inner
+def gated_norm(
+    read: Any, at: Any, z: Any, z_at: Any, norm: Any, eps: Any, dv: Any, count: Any
+) -> None:
     """read becomes norm * read / rms(read) * z, where z already is a silu; count is dv padded."""
     mean = _sum_of_squares(read, at, count) / np.float32(dv)
     inverse = _ONE / np.sqrt(mean + eps)
     for c in range(0, count, WIDE):
         normed = times(load32(norm, c), scaled(load32(read, at + c), inverse))
-        store(read, at + c, times(normed, load32(z, at + c)))
+        store(read, at + c, times(normed, load32(z, z_at + c)))
 
 
-@inline
+@inner
 def correct(v: Any, at: Any, read: Any, beta: Any, count: Any) -> None:
     """v becomes beta * (v - read): what a row adds along its key."""
     for c in range(0, count, WIDE):
         store(v, at + c, scaled(minus(load32(v, at + c), load32(read, c)), beta))
 
 
-@inline
+@inner
 def sweep(
     source: Any,
     source_at: Any,

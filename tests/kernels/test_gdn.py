@@ -177,3 +177,16 @@ def test_first_rows_ignore_what_the_slot_holds(mixer: Mixer, length: int) -> Non
     assert torch.equal(mixer(proj, params, dirty, batch), mixer(proj, params, clean, batch))
     assert torch.isfinite(dirty.h).all()
     assert torch.isfinite(dirty.conv).all()
+
+
+def test_rows_of_a_wider_tensor_give_the_same_bits() -> None:
+    params = gdn_params(1, 2, 16, 16)
+    one, two = gdn_state(params, 1), gdn_state(params, 1)
+    proj = gdn_proj(params, 3)
+    wider = torch.cat((proj, torch.ones(3, 5)), 1)[:, :-5]
+    assert not wider.is_contiguous()
+    batch = make_batch([Rows(0, 5, 3)])
+    assert torch.equal(
+        cpu.gdn_mixer(wider, params, two, batch), cpu.gdn_mixer(proj, params, one, batch)
+    )
+    assert torch.equal(one.h, two.h)
