@@ -168,7 +168,9 @@ class Metrics:
         )
 
     def _make_engine_metrics(self) -> None:
-        self._step = self._histogram("spark_step_seconds", "Length of a step", _STEP)
+        self._step = self._histogram(
+            "spark_step_seconds", "Length of a step with its drafts", _STEP
+        )
         self._restarts = self._counter("spark_engine_restarts", "Times the engine was restarted")
         self._state = Gauge(
             "spark_engine_state", "1 for the state it is in", ["state"], registry=self.registry
