@@ -32,6 +32,8 @@ class RaggedBatch:
         longest: rows of the longest sequence.
         prefills: whether any sequence is chunked.
         recurrent_rows: rows of the sequences that are not chunked; None where nobody counted them.
+        saves: [n, 3] states to set aside: index of a chunked sequence, own rows after which, place.
+            The rows are a multiple of 64 and sequences begin on one. None where n is 0.
     """
 
     positions: Tensor
@@ -50,3 +52,4 @@ class RaggedBatch:
     longest: int
     prefills: bool
     recurrent_rows: int | None = None
+    saves: Tensor | None = None

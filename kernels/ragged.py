@@ -22,6 +22,7 @@ class Rows:
         pending: rows in the slot's ring that run first.
         ring: (first, count) of the own rows that are left there, when None those not committed.
         snapshot: place of the state after the first own row, -1 for none.
+        saves: (own rows, place) of the states to set aside, by rising rows.
     """
 
     slot: int
@@ -33,6 +34,7 @@ class Rows:
     ring: tuple[int, int] | None = None
     snapshot: int = -1
     first_key: int = 0
+    saves: tuple[tuple[int, int], ...] = ()
 
     @property
     def kept(self) -> int:
@@ -53,6 +55,7 @@ def ragged_batch(
     def index(values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
+    saves = [(s, *save) for s, r in enumerate(rows) for save in r.saves]
     row_start = [0]
     for r in rows:
         row_start.append(row_start[-1] + r.count)
@@ -73,6 +76,7 @@ def ragged_batch(
         longest=max(r.count for r in rows),
         prefills=any(r.chunked for r in rows),
         recurrent_rows=sum(r.count for r in rows if not r.chunked),
+        saves=index(saves) if saves else None,
     )
 
 

@@ -51,6 +51,7 @@ class _Rows:
     start: int
     count: int
     mode: str = "plain"
+    saves: tuple[int, ...] = ()
 
     @property
     def committed(self) -> int:
@@ -70,7 +71,7 @@ class _Rows:
     @property
     def states(self) -> int:
         """States that are written."""
-        return self.count if self.mode == "snapshot" else 1
+        return len(self.saves) + (self.count if self.mode == "snapshot" else 1)
 
 
 SMALL = _Heads("heads 2 over 1 of 32 x 16", 1, 2, 32, 16)
@@ -81,6 +82,11 @@ SMOKE = {
     "decode": [_Rows(0, 1), _Rows(9, 1)],
     **{f"verify {mode}": [_Rows(9, 4, mode), _Rows(5, 1)] for mode in MODES},
     "prefill beside decode": [_Rows(64, 65, "chunked"), _Rows(9, 1), _Rows(0, 3, "chunked")],
+    "states set aside": [
+        _Rows(9, 1),
+        _Rows(64, 130, "chunked", (64, 128)),
+        _Rows(0, 64, "chunked", (64,)),
+    ],
 }
 
 
@@ -105,7 +111,7 @@ def _card_steps() -> dict[str, list[_Rows]]:
         for n in (1, 16, 32):
             steps[f"verify 4 {mode} {n}"] = [_Rows(100, DRAFTS + 1, mode)] * n
     for length in (512, 4096):
-        steps[f"prefill {length}"] = [_Rows(0, length, "chunked")]
+        steps[f"prefill {length}"] = [_Rows(0, length, "chunked", (length - CHUNK,))]
     return steps
 
 
@@ -122,7 +128,7 @@ def _tensors(record: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def read_part(state: GdnState) -> list[Tensor]:
     """What later steps read of a state; the oldest column of a conv window is none of it."""
-    return [
+    parts = [
         state.h,
         state.conv[..., 1:],
         state.ring_inputs,
@@ -130,6 +136,9 @@ def read_part(state: GdnState) -> list[Tensor]:
         state.snapshot_h,
         state.snapshot_conv[..., 1:],
     ]
+    if state.saved_h is not None and state.saved_conv is not None:
+        parts += [state.saved_h, state.saved_conv[..., 1:]]
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +232,7 @@ def _scene(heads: _Heads, rows: list[_Rows], dtype: torch.dtype, device: torch.d
         eps=1e-6,
     )
     places = sum(r.count - 1 for r in rows if r.mode == "snapshot")
+    saves = sum(len(r.saves) for r in rows)
     gates = torch.stack((-uniform(n, DRAFTS, hv), uniform(n, DRAFTS, hv)), dim=2)
     state = GdnState(
         h=normal(n, hv, dk, dv) * 0.3,
@@ -231,14 +241,16 @@ def _scene(heads: _Heads, rows: list[_Rows], dtype: torch.dtype, device: torch.d
         ring_gates=gates,
         snapshot_h=normal(places, hv, dk, dv),
         snapshot_conv=normal(n if places else 0, DRAFTS + 1, heads.conv_dim, TAPS),
+        saved_h=normal(saves, hv, dk, dv),
+        saved_conv=normal(saves, heads.conv_dim, TAPS).to(dtype).float(),
     )
     batch = _batch(rows, device)
     return _Scene(normal(len(batch.positions), heads.columns).to(dtype), params, state, batch)
 
 
-def _batch(rows: list[_Rows], device: torch.device) -> RaggedBatch:
-    parts, taken = [], 0
-    for slot, r in enumerate(rows):
+def _batch(sequences: list[_Rows], device: torch.device) -> RaggedBatch:
+    parts, taken, saved = [], 0, 0
+    for slot, r in enumerate(sequences):
         parts.append(
             Rows(
                 slot,
@@ -249,7 +261,9 @@ def _batch(rows: list[_Rows], device: torch.device) -> RaggedBatch:
                 chunked=r.mode == "chunked",
                 ring=r.ring,
                 snapshot=taken if r.mode == "snapshot" else -1,
+                saves=tuple((rows, saved + i) for i, rows in enumerate(r.saves)),
             )
         )
         taken += r.count - 1 if r.mode == "snapshot" else 0
-    return ragged_batch(parts, [[0]] * len(rows), device)
+        saved += len(r.saves)
+    return ragged_batch(parts, [[0]] * len(parts), device)

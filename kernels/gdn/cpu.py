@@ -36,6 +36,7 @@ from kernels.lanes import copy
 
 # Rows whose inputs are made before a state is touched: three pending ones and four of a verify.
 _ROWS = 8
+_NO_SAVES = np.zeros((0, 3), np.int64)
 
 
 @inner
@@ -59,6 +60,13 @@ def _keep_half(state: Any, at: Any, stride: Any, out: Any) -> None:
         row = state[at + i * stride : at + i * stride + dv]
         for j in range(dv):
             out[i, j] = half_bits(row[j])
+
+
+@inner
+def _keep(state: Any, at: Any, stride: Any, out: Any, out_at: Any, dk: Any, dv: Any) -> None:
+    """out[out_at:] [Dk, Dv] = a state [Dk, stride]."""
+    for i in range(dk):
+        copy(state, at + i * stride, out, out_at + i * dv, dv)
 
 
 @inner
@@ -88,6 +96,8 @@ def _mix_items(
     ring_gates: Any,
     snapshot_h: Any,
     snapshot_conv: Any,
+    saves: Any,
+    saved_h: Any,
     out: Any,
 ) -> None:
     """Items are (key head, sequence): a key head's queries and keys with all its value heads."""
@@ -253,11 +263,15 @@ def _mix_items(
                         )
                     correct(mixed, add_at, key_read, betas[row], stride)
                     shown = snapshots[s] >= 0 and 0 <= t < own - 1
+                    aside = -1
+                    for i in range(saves.shape[0]):
+                        if saves[i, 0] == s and saves[i, 1] == t + 1:
+                            aside = saves[i, 2]
                     rounds = False
                     # `chunked` is None for a float32 state: then these branches are not compiled.
                     if chunked is not None:
                         rounds = chunked[s] == 0 or t == own - 1 or (starts[s] + t + 1) % CHUNK == 0
-                    begun = not (rounds or shown or row == rows - 1 or t + 1 == kept)
+                    begun = not (rounds or shown or aside >= 0 or row == rows - 1 or t + 1 == kept)
                     if not begun:
                         sweep(
                             state,
@@ -318,10 +332,15 @@ def _mix_items(
                             _round_to_half(state, state_at, size)
                         if shown:
                             _keep_half(state, state_at, stride, snapshot_h[snapshots[s] + t, head])
-                    elif shown:
-                        target = ((snapshots[s] + t) * value_heads + head) * dk * dv
-                        for i in range(dk):
-                            copy(state, state_at + i * stride, snapshot_h, target + i * dv, dv)
+                        if aside >= 0:
+                            _keep_half(state, state_at, stride, saved_h[aside, head])
+                    else:
+                        if shown:
+                            target = ((snapshots[s] + t) * value_heads + head) * dk * dv
+                            _keep(state, state_at, stride, snapshot_h, target, dk, dv)
+                        if aside >= 0:
+                            target = (aside * value_heads + head) * dk * dv
+                            _keep(state, state_at, stride, saved_h, target, dk, dv)
                 if stride != dv:
                     for i in range(dk):
                         copy(spread, i * stride, h, stored + i * dv, dv)
@@ -376,6 +395,8 @@ def _mixer(
     ring_gates: Any,
     snapshot_h: Any,
     snapshot_conv: Any,
+    saves: Any,
+    saved_h: Any,
     out: Any,
 ) -> None:
     items = slots.shape[0] * key_heads
@@ -409,6 +430,8 @@ def _mixer(
             ring_gates,
             snapshot_h,
             snapshot_conv,
+            saves,
+            saved_h,
             out,
         )
 
@@ -417,13 +440,14 @@ def gdn_mixer(proj: Tensor, params: GdnParams, state: GdnState, batch: RaggedBat
     """As naive.gdn_mixer, float32, with all rows recurrent: `batch.chunked` says only where a
     float16 state is rounded.
     """
+    saved = state.snapshot_h if state.saved_h is None else state.saved_h
     if state.stage is None:
-        return _run(proj, params, state, batch, host(state.h), host(state.snapshot_h), None)
+        kept = host(state.snapshot_h), host(saved)
+        return _run(proj, params, state, batch, host(state.h), *kept, None)
     stage, slots = state.stage, batch.slots
     stage[slots] = state.h[slots].float()
-    snapshots = host(state.snapshot_h).view(np.uint16)
-    chunked = batch.chunked.numpy()
-    out = _run(proj, params, state, batch, host(stage), snapshots, chunked)
+    kept = host(state.snapshot_h).view(np.uint16), host(saved).view(np.uint16)
+    out = _run(proj, params, state, batch, host(stage), *kept, batch.chunked.numpy())
     state.h[slots] = stage[slots].to(torch.float16)
     return out
 
@@ -435,6 +459,7 @@ def _run(
     batch: RaggedBatch,
     h: Any,
     snapshot_h: Any,
+    saved_h: Any,
     chunked: Any,
 ) -> Tensor:
     """The kernel on h float32 [slots + 1, Hv, Dk, Dv]."""
@@ -442,6 +467,10 @@ def _run(
     # Otherwise the flat view below were a copy.
     assert h.flags.c_contiguous
     items = batch.slots.shape[0] * params.key_heads
+    saves = _NO_SAVES
+    if batch.saves is not None:
+        saves = host(batch.saves)
+        _save_conv(proj.numpy(), host(batch.row_start), saves, state)
     _mixer(
         # Asked here: a kernel that asks cannot be cached on disk.
         min(numba.get_num_threads(), items),
@@ -468,6 +497,18 @@ def _run(
         host(state.ring_gates),
         snapshot_h,
         host(state.snapshot_conv),
+        saves,
+        saved_h,
         out.numpy(),
     )
     return out
+
+
+def _save_conv(proj: Any, row_start: Any, saves: Any, state: GdnState) -> None:
+    """saved_conv = the inputs of the rows before each of the saves, which are own rows all."""
+    assert state.saved_conv is not None, "a state is set aside and there is no room for any"
+    saved = host(state.saved_conv)
+    _, conv_dim, taps = saved.shape
+    for segment, rows, place in saves:
+        end = row_start[segment] + rows
+        saved[place] = proj[end - taps : end, :conv_dim].T

@@ -141,9 +141,10 @@ def gdn_mixer(proj: Tensor, params: GdnParams, state: GdnState, batch: RaggedBat
     row_start = batch.row_start.tolist()
     fields = (batch.slots, batch.starts, batch.committed, batch.pending, batch.chunked)
     kept = (batch.ring_first, batch.ring_rows, batch.snapshots)
+    saves: list[list[int]] = [] if batch.saves is None else batch.saves.tolist()
     for s, values in enumerate(zip(*(f.tolist() for f in fields + kept), strict=True)):
         rows = slice(row_start[s], row_start[s + 1])
-        part = _Part(*values)
+        part = _Part(*values, tuple((n, place) for owner, n, place in saves if owner == s))
         if rows.start == rows.stop and not part.pending:
             continue
         out[rows] = _one_sequence(wide(proj[rows]), params, state, part).to(proj.dtype)
@@ -167,6 +168,7 @@ class _Part:
     ring_first: int
     ring_rows: int
     snapshot: int
+    saves: tuple[tuple[int, int], ...]
 
 
 def _one_sequence(proj: Tensor, params: GdnParams, state: GdnState, part: _Part) -> Tensor:
@@ -216,7 +218,20 @@ def _one_sequence(proj: Tensor, params: GdnParams, state: GdnState, part: _Part)
         o, after = torch.cat(outputs), h
     else:
         run = chunked_rows if part.chunked else recurrent_rows
-        o, after = run(*_cut(rows, 0, kept), h, settle)
+        outputs, after, done = [], h, 0
+        for own, place in part.saves:
+            assert state.saved_h is not None, "a state is set aside and there is no room for any"
+            assert state.saved_conv is not None
+            end = pending + own
+            o, after = run(*_cut(rows, done, end), after, settle)
+            outputs.append(o)
+            done = end
+            state.saved_h[place] = after
+            state.saved_conv[place] = window[end : end + taps].T
+        if done < kept:
+            o, after = run(*_cut(rows, done, kept), after, settle)
+            outputs.append(o)
+        o = torch.cat(outputs)
         if kept < total:
             o = torch.cat((o, recurrent_rows(*_cut(rows, kept, total), after, settle)[0]))
     state.h[slot] = after

@@ -41,8 +41,19 @@ def gdn_mixer(proj: Tensor, params: GdnParams, state: GdnState, batch: RaggedBat
     if batch.prefills:
         operand = torch.bfloat16 if proj.dtype == torch.bfloat16 else torch.float32
         chunked_prefill(inputs, state, batch, operand=operand)
+        if batch.saves is not None:
+            _save_conv(proj, batch.row_start, batch.saves, state)
     recurrent_step(inputs, state, batch)
     return finish(proj, inputs, params, state, batch)
+
+
+def _save_conv(proj: Tensor, row_start: Tensor, saves: Tensor, state: GdnState) -> None:
+    """saved_conv = the inputs of the rows before each of the saves, which are own rows all."""
+    assert state.saved_conv is not None, "a state is set aside and there is no room for any"
+    _, conv_dim, taps = state.saved_conv.shape
+    owner, after, place = saves.unbind(1)
+    last = (row_start[owner] + after)[:, None] + torch.arange(-taps, 0, device=proj.device)
+    state.saved_conv[place] = proj[last, :conv_dim].mT.to(state.saved_conv.dtype)
 
 
 def _refuse(proj: Tensor, params: GdnParams) -> None:

@@ -216,7 +216,7 @@ def _inside(
         tl.store(p_value, b_u, mask=m_v)
 
 
-@triton.jit(do_not_specialize_on_alignment=INDEX_POINTERS)
+@triton.jit(do_not_specialize=["saves"], do_not_specialize_on_alignment=INDEX_POINTERS)
 def _across(
     p_q: tl.tensor,
     p_k: tl.tensor,
@@ -233,7 +233,11 @@ def _across(
     p_pending: tl.tensor,
     p_snapshots: tl.tensor,
     p_chunked: tl.tensor,
+    p_saves: tl.tensor,
+    p_saved: tl.tensor,
     stride_h_slot: tl.tensor,
+    stride_saved: tl.tensor,
+    saves: tl.tensor,
     HK: tl.constexpr,
     HV: tl.constexpr,
     DK: tl.constexpr,
@@ -297,6 +301,13 @@ def _across(
         if STATES:
             place = first // CHUNK + segment + chunk
             tl.store(p_states + place * (HV * DK * DV) + o_state, b_h, mask=m_state)
+        for save in range(saves):
+            owner = tl.load(p_saves + 3 * save)
+            after = tl.load(p_saves + 3 * save + 1)
+            if (owner == segment) & (after == (chunk + 1) * CHUNK):
+                place = tl.load(p_saves + 3 * save + 2)
+                b_saved = b_h.to(p_saved.dtype.element_ty)
+                tl.store(p_saved + place * stride_saved + o_state, b_saved, mask=m_state)
     tl.store(p_state, b_h.to(p_h.dtype.element_ty), mask=m_state)
 
 
@@ -310,7 +321,7 @@ def chunked_prefill(
 ) -> None:
     """Run every sequence that takes the chunked form; the others are left alone.
 
-    Updates state.h and leaves the outputs in inputs.v.
+    Updates state.h and what `batch.saves` sets aside of it; leaves the outputs in inputs.v.
 
     Args:
         inputs: of all rows.
@@ -363,6 +374,7 @@ def chunked_prefill(
         enable_fp_fusion=True,
     )
     columns = chunk_columns(dk, dv)
+    saved = state.h if state.saved_h is None else state.saved_h
     _across[(dv // columns, hv, segments)](
         q,
         k,
@@ -379,7 +391,11 @@ def chunked_prefill(
         batch.pending,
         batch.snapshots,
         batch.chunked,
+        batch.row_start if batch.saves is None else batch.saves,
+        saved,
         state.h.stride(0),
+        saved.stride(0),
+        0 if batch.saves is None else len(batch.saves),
         HK=hk,
         HV=hv,
         DK=dk,

@@ -32,6 +32,7 @@ INDEX_POINTERS = (
     "p_ring_rows",
     "p_snapshots",
     "p_chunked",
+    "p_saves",
 )
 
 

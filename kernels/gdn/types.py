@@ -57,6 +57,8 @@ class GdnState:
         snapshot_h: [snapshots, Hv, Dk, Dv] states after verified rows.
         snapshot_conv: [snapshot slots, drafts + 1, conv_dim, kernel].
         stage: as h in float32, to run rows in; only with float16.
+        saved_h: [places, Hv, Dk, Dv] states that `RaggedBatch.saves` sets aside, in h's type.
+        saved_conv: [places, conv_dim, kernel] theirs.
     """
 
     h: Tensor
@@ -66,3 +68,5 @@ class GdnState:
     snapshot_h: Tensor
     snapshot_conv: Tensor
     stage: Tensor | None = None
+    saved_h: Tensor | None = None
+    saved_conv: Tensor | None = None

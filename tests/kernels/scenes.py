@@ -18,6 +18,7 @@ Record = TypeVar("Record", GdnParams, GdnState, RaggedBatch)
 Mixer = Callable[[Tensor, GdnParams, GdnState, RaggedBatch], Tensor]
 
 DRAFTS = 3
+PLACES = 3
 PAGE = 64
 
 
@@ -60,6 +61,8 @@ def gdn_state(params: GdnParams, slots: int, seed: int = 1) -> GdnState:
         ),
         snapshot_h=torch.randn(2 * DRAFTS, p.value_heads, p.key_width, p.value_width, generator=g),
         snapshot_conv=torch.randn(slots, DRAFTS + 1, p.conv_dim, 4, generator=g),
+        saved_h=torch.randn(PLACES, p.value_heads, p.key_width, p.value_width, generator=g),
+        saved_conv=torch.randn(PLACES, p.conv_dim, 4, generator=g),
     )
 
 
@@ -110,5 +113,6 @@ def half_state(params: GdnParams, slots: int, seed: int = 1) -> GdnState:
         state,
         h=state.h.half(),
         snapshot_h=state.snapshot_h.half(),
+        saved_h=None if state.saved_h is None else state.saved_h.half(),
         stage=torch.full(state.h.shape, torch.nan),
     )

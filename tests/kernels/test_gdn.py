@@ -43,6 +43,11 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
         [Rows(0, 0, 1)],
         [Rows(2, 0, 3), Rows(0, 5, 1), Rows(1, 9, 4, committed=1, pending=2)],
         [Rows(1, 64, 65), Rows(0, 0, 2), Rows(3, 7, 1, pending=3)],
+        [
+            Rows(0, 7, 1),
+            Rows(1, 64, 130, saves=((64, 1), (128, 2))),
+            Rows(2, 0, 64, saves=((64, 0),)),
+        ],
         [Rows(1, 3, 4, committed=4, pending=1), Rows(2, 8, 2, committed=1)],
         # Replay leaves all rows but the last, snapshot the state after each; a fold has no rows.
         [Rows(1, 6, 4, ring=(0, 3)), Rows(2, 8, 3, snapshot=2), Rows(0, 9, 0, pending=2)],
@@ -67,6 +72,10 @@ def test_cpu_equals_naive(geometry: tuple[int, int, int, int], rows: list[Rows])
     close(state.ring_gates, truth.ring_gates)
     close(state.snapshot_h, truth.snapshot_h)
     assert torch.equal(state.snapshot_conv[..., 1:], truth.snapshot_conv[..., 1:])
+    for mine, right in ((state.saved_h, truth.saved_h), (state.saved_conv, truth.saved_conv)):
+        assert mine is not None
+        assert right is not None
+        close(mine[..., 1:], right[..., 1:])
 
 
 @of_both_widths
@@ -120,6 +129,34 @@ def test_any_split_gives_the_same_bits(splits: list[int]) -> None:
     assert torch.equal(torch.cat(got), want)
     assert torch.equal(parts.h, whole.h)
     assert torch.equal(parts.conv[:, :, 1:], whole.conv[:, :, 1:])
+
+
+@of_both_widths
+@pytest.mark.parametrize("mixer", [naive.gdn_mixer, cpu.gdn_mixer])
+def test_states_set_aside_are_those_of_a_prompt_that_is_split(
+    mixer: Mixer, make_state: MakeState
+) -> None:
+    params = gdn_params(2, 4, 32, 16)
+    whole, parts = make_state(params, 2), make_state(params, 2)
+    proj = gdn_proj(params, 141)
+    saves = ((64, 2), (128, 0))
+    rows = [Rows(0, 9, 1), Rows(1, 64, 140, chunked=True, saves=saves)]
+    assert whole.saved_h is not None
+    assert whole.saved_conv is not None
+    untouched = whole.saved_h[1].clone()
+    want = mixer(proj, params, whole, make_batch(rows))
+    start, got = 0, []
+    for count, place in ((64, 2), (64, 0), (12, None)):
+        part = proj[1 + start : 1 + start + count]
+        batch = make_batch([Rows(1, 64 + start, count, chunked=True)])
+        got.append(mixer(part, params, parts, batch))
+        start += count
+        if place is not None:
+            assert torch.equal(whole.saved_h[place], parts.h[1])
+            assert torch.equal(whole.saved_conv[place][:, 1:], parts.conv[1][:, 1:])
+    assert torch.equal(torch.cat(got), want[1:])
+    assert torch.equal(parts.h[1], whole.h[1])
+    assert torch.equal(whole.saved_h[1], untouched)
 
 
 @of_both_widths
