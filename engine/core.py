@@ -96,7 +96,12 @@ class EngineCore:
             drafted = keeper.drafted_rows if config.speculation is not None else None
             cuts = watchdogs is not None and watchdogs.rolls_back
             states = StatePort(
-                config.snapshot_slots, reuse_decoded, self._save_state, drafted, cuts
+                config.snapshot_slots,
+                reuse_decoded,
+                self._save_state,
+                self._note_hidden,
+                drafted,
+                cuts,
             )
         self.scheduler = Scheduler(
             config,
@@ -294,6 +299,9 @@ class EngineCore:
 
     def _save_state(self, saved: SavedState) -> None:
         self._kept().save_state(saved, self._hidden)
+
+    def _note_hidden(self, place: int, hidden_row: int) -> None:
+        self._kept().note_hidden(place, self._hidden[hidden_row])
 
     def _kept(self) -> StateKeeper:
         assert self._keeper is not None, "a prefix is reused and nobody keeps states"

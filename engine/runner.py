@@ -31,6 +31,16 @@ class RowPhase(Enum):
     REPLAY = "replay"
 
 
+class Save(NamedTuple):
+    """A state that a forward sets aside: that after `rows` own rows of a prompt, at `place`.
+
+    `rows` is a multiple of 64.
+    """
+
+    rows: int
+    place: int
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """The rows of one sequence in one step.
@@ -45,6 +55,7 @@ class Segment:
         logit_rows: how many of the last rows need logits (0 for a chunk that is not the last).
         next_token: the prompt token after the last row of a chunk that is not the last, for the
             drafter's rows; None when it is sampled from this step's logits.
+        saves: states of a prompt to set aside for the prefix cache, by rising rows.
     """
 
     slot: int
@@ -55,6 +66,7 @@ class Segment:
     block_table: tuple[int, ...]
     logit_rows: int
     next_token: int | None = None
+    saves: tuple[Save, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +93,7 @@ class Verified(NamedTuple):
 
 
 class SavedState(NamedTuple):
-    """A state to set aside, in terms of the slot's segment in the step that just ran.
+    """A state of a decode to set aside, in terms of the slot's segment in the step that just ran.
 
     Attributes:
         slot: state slot of the sequence, as in the step's segment.
@@ -178,7 +190,9 @@ class ModelRunner(Protocol):
         ...
 
     def forward(self, segments: Sequence[Segment]) -> ForwardResult:
-        """Run all rows in one pass; writes KV of every row and state of committed rows only."""
+        """Run all rows in one pass; writes KV of every row and state of committed rows only, and
+        what the segments set aside.
+        """
         ...
 
     def claim_slot(self, slot: int) -> None:
@@ -211,6 +225,12 @@ class StateKeeper(Protocol):
         """Set a state aside; comes after `accept` and before any slot is moved or claimed.
 
         hidden [step rows, hidden] is that of the step.
+        """
+        ...
+
+    def note_hidden(self, place: int, hidden: Tensor) -> None:
+        """hidden [hidden] is that of the last token before the state that a forward left at
+        `place`.
         """
         ...
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.model.batching import StepInput, is_verify, placed_input, step_arrays, step_input
+from engine.model.batching import (
+    StepArrays,
+    StepInput,
+    is_verify,
+    placed_input,
+    step_arrays,
+    step_input,
+)
 from engine.model.drafter import Drafter
 from engine.model.graphs import Capture, StepGraphs
 from engine.model.layers import GdnMixer, Layer
@@ -142,7 +150,7 @@ class HybridModel:
                 result = None
             if result is None:
                 recurrent = arrays.recurrent_rows if prefills else len(arrays.token_ids)
-                step = placed_input(send(self.device, *arrays), arrays.longest, recurrent)
+                step = self._placed(arrays, recurrent, segments)
                 with self._timed_threads("prefill" if prefills else "decode", len(step.token_ids)):
                     hidden = self._trunk(step)
                     logits = self.network.lm_head(hidden[step.logit_rows])
@@ -204,8 +212,13 @@ class HybridModel:
             self.snapshots.save(saved.slot, saved.place)
         else:
             self.rollback.export(verified, saved.wanted, saved.place, self.fold)
+        self.note_hidden(saved.place, hidden[saved.hidden_row])
+
+    @torch.inference_mode()
+    def note_hidden(self, place: int, hidden: Tensor) -> None:
+        """See StateKeeper.note_hidden."""
         if self.drafter is not None:
-            self._snapshot_hidden[saved.place] = hidden[saved.hidden_row]
+            self._snapshot_hidden[place] = hidden
 
     @torch.inference_mode()
     def restore(self, restored: Restore) -> None:
@@ -237,6 +250,18 @@ class HybridModel:
         self._count(segments, layouts)
         self.states.pending[list(slots)] = 0
 
+    def _placed(
+        self, arrays: StepArrays, recurrent_rows: int, segments: Sequence[Segment]
+    ) -> StepInput:
+        """The step on the device, in one copy."""
+        saves = [(i, *save) for i, s in enumerate(segments) for save in s.saves]
+        extra = (np.array(saves, np.int64),) if saves else ()
+        tensors = send(self.device, *arrays, *extra)
+        step = placed_input(tensors[: len(arrays)], arrays.longest, recurrent_rows)
+        if not saves:
+            return step
+        return replace(step, batch=replace(step.batch, saves=tensors[-1]))
+
     def _layout(self, segment: Segment) -> RowLayout:
         rows = len(segment.token_ids)
         if is_verify(segment):
@@ -250,6 +275,7 @@ class HybridModel:
             rows = len(segment.token_ids)
             # A first row takes the state as zero and reads none.
             moved += states.blob_bytes * (2 if segment.start else 1)
+            moved += states.blob_bytes * len(segment.saves)
             ring = int(states.pending[segment.slot]) + layout.ring_rows
             moved += ring * states.ring_row_bytes
             if layout.snapshot >= 0:

@@ -76,7 +76,7 @@ def build_network(
             attention_seen += 1
             mixer = attention_mixer(weights.mixer, config, (cos, sin), pages, ops)
             return layer(weights, mixer, config, ops)
-        state = pools.states.layer(gdn_seen)
+        state = pools.gdn_layer(gdn_seen)
         gdn_seen += 1
         return layer(weights, gdn_mixer(weights.mixer, config, state, ops), config, ops)
 

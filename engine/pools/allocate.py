@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from engine.reserve.verify_terms import (
     VERIFY_POOL,
 )
 from engine.weights.model_config import ModelConfig
+from kernels.gdn.types import GdnState
 from kernels.moves.naive import MoveRows
 from kernels.moves.naive import move_rows as naive_move_rows
 
@@ -57,6 +58,11 @@ class Pools:
     snapshot_hidden: Tensor
     decode_ring: StateSnapshots
     buffers: StepBuffers | None = None
+
+    def gdn_layer(self, index: int) -> GdnState:
+        """Views of GDN layer number `index`, counted among GDN layers only."""
+        h, conv = self.snapshots.h[index], self.snapshots.conv[index]
+        return replace(self.states.layer(index), saved_h=h, saved_conv=conv)
 
 
 def allocate_pools(

@@ -60,6 +60,10 @@ class Checkpoints:
             return None
         return self._free.pop()
 
+    def give_back(self, place: int) -> None:
+        """A claimed place is not needed after all."""
+        self._free.append(place)
+
     def drop_oldest(self) -> bool:
         """Give up the least recently used checkpoint that does not roll; False without one."""
         victim = next((node for node in self._order if node not in self._rolling), None)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from engine.config import GRID
 from engine.prefix_cache import Key, Match, Node, PrefixCache
 from engine.prefix_cache.tree import NO_PLACE
-from engine.runner import Restore, RowPhase, SavedState
+from engine.runner import Restore, RowPhase, Save, SavedState
 from engine.scheduler.plan import StepPlan
 from engine.scheduler.sequence import Phase, Sequence
 
@@ -31,6 +31,7 @@ class StatePort:
         cuts: outputs of retractable requests may be cut and go on differently, in the same blocks;
             so what their decode steps leave is not kept.
         save: copies a state to its place; called between a step's forward and its retirement.
+        note_hidden: a forward left a state at (place), and (row) of its hidden states goes with it.
         drafted: (first, end) rows of a slot's sequence that the drafter's layer holds; None
             without speculation.
     """
@@ -38,6 +39,7 @@ class StatePort:
     places: int
     decoded: bool
     save: Callable[[SavedState], None]
+    note_hidden: Callable[[int, int], None]
     drafted: Callable[[int], tuple[int, int]] | None = None
     cuts: bool = False
 
@@ -97,6 +99,16 @@ class PrefixReuse:
             next_token=sequence.token_at(match.tokens),
         )
 
+    def set_aside(self, sequence: Sequence, end: int) -> tuple[Save, ...]:
+        """Take places for the checkpoints that a prompt's next rows, up to `end`, pass."""
+        while sequence.targets and sequence.targets[0] <= end:
+            target = sequence.targets.pop(0)
+            place = self.cache.checkpoints.claim()
+            if place is not None:
+                sequence.reserved.append((target, place))
+        start = sequence.computed
+        return tuple(Save(target - start, place) for target, place in sequence.reserved)
+
     def due(self, sequence: Sequence, plan: StepPlan, index: int, emitted: int) -> None:
         """A sequence has reached its `checkpoint_at` in the step that is being committed.
 
@@ -107,12 +119,12 @@ class PrefixReuse:
             emitted: rows of a verify that led to tokens, before any cut.
         """
         segment = plan.segments[index]
-        if segment.phase is RowPhase.PREFILL and not sequence.targets:
-            self._publish(sequence, len(sequence.prompt))
-            sequence.checkpoint_at = self._first_crossing(sequence)
+        first_row = sum(len(each.token_ids) for each in plan.segments[:index])
+        if segment.phase is RowPhase.PREFILL:
+            self._attach(sequence, first_row - segment.start)
+            sequence.checkpoint_at = self._first_due(sequence)
             return
         position = sequence.checkpoint_at
-        first_row = sum(len(each.token_ids) for each in plan.segments[:index])
         wanted = position - segment.start
         saved = SavedState(
             slot=segment.slot,
@@ -122,13 +134,8 @@ class PrefixReuse:
             wanted=wanted,
             hidden_row=first_row + wanted - 1,
         )
-        if segment.phase is RowPhase.PREFILL:
-            sequence.targets.pop(0)
-            self._save(sequence, position, saved)
-            sequence.checkpoint_at = self._first_due(sequence)
-        else:
-            self._roll(sequence, position, saved)
-            sequence.checkpoint_at = position + GRID
+        self._roll(sequence, position, saved)
+        sequence.checkpoint_at = position + GRID
 
     def leave(self, sequence: Sequence, *, failed: bool) -> None:
         """A sequence is about to give everything back; what it published stays unless it failed."""
@@ -137,11 +144,14 @@ class PrefixReuse:
         else:
             path = self.cache.touch(sequence.salt, self._keys(sequence, sequence.computed))
             self._note_drafted(sequence, path)
+        for _, place in sequence.reserved:
+            self.cache.checkpoints.give_back(place)
         if sequence.rolling is not None:
             self.cache.checkpoints.settle(sequence.rolling)
         sequence.rolling = None
         sequence.published = []
         sequence.targets = []
+        sequence.reserved = []
         sequence.checkpoint_at = NEVER
 
     def _first_due(self, sequence: Sequence) -> int:
@@ -159,16 +169,22 @@ class PrefixReuse:
         consumed = len(sequence.prompt) + max(len(sequence.generated) - 1, 0)
         return (consumed // GRID + 1) * GRID
 
-    def _save(self, sequence: Sequence, position: int, saved: SavedState) -> None:
-        """Leave a checkpoint of the prompt behind, unless there is one."""
-        node = self._publish(sequence, position)[-1]
-        if node.place != NO_PLACE:
-            self.cache.checkpoints.touch(node)
-            return
-        place = self.cache.checkpoints.claim()
-        if place is not None:
-            self._port.save(saved._replace(place=place))
-            self.cache.checkpoints.attach(node, place)
+    def _attach(self, sequence: Sequence, first_row: int) -> None:
+        """Leave the prompt's blocks behind, and its states where there is none yet.
+
+        `first_row` is where position 0 would lie in the step's hidden states.
+        """
+        checkpoints = self.cache.checkpoints
+        path = self._publish(sequence, sequence.computed)
+        for position, place in sequence.reserved:
+            node = path[position // GRID - 1]
+            if node.place != NO_PLACE:
+                checkpoints.touch(node)
+                checkpoints.give_back(place)
+                continue
+            self._port.note_hidden(place, first_row + position - 1)
+            checkpoints.attach(node, place)
+        sequence.reserved = []
 
     def _roll(self, sequence: Sequence, position: int, saved: SavedState) -> None:
         """Move the checkpoint of a running turn along, if it has one or may have one."""

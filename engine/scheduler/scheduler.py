@@ -299,6 +299,7 @@ class Scheduler:
             budget=self._config.max_prefill_tokens,
             claims=tuple(s.slot for s in admitted if s.slot is not None),
             restores=tuple(restores),
+            set_aside=None if self._reuse is None else self._reuse.set_aside,
         )
         self._in_flight = plan
         return plan

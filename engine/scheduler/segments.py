@@ -1,14 +1,18 @@
-"""Turns sequences into the rows of one step. Reads sequences only; takes and changes nothing."""
+"""Turns sequences into the rows of one step. Reads sequences only, and takes nothing itself."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
 from engine.config import GRID
-from engine.runner import Restore, RowPhase, Segment
+from engine.runner import Restore, RowPhase, Save, Segment
 from engine.sampling.state import SamplingRow
 from engine.scheduler.plan import StepKind, StepPlan
 from engine.scheduler.sequence import Phase, Sequence
+
+# (sequence, computed behind its next rows) -> states to set aside.
+SetAside = Callable[[Sequence, int], tuple[Save, ...]]
 
 
 def build_plan(
@@ -18,8 +22,12 @@ def build_plan(
     budget: int,
     claims: tuple[int, ...],
     restores: tuple[Restore, ...] = (),
+    set_aside: SetAside | None = None,
 ) -> StepPlan:
-    """The next step: every decode, then prompt and replay rows in order up to `budget` rows."""
+    """The next step: every decode, then prompt and replay rows in order up to `budget` rows.
+
+    `set_aside` is asked for every prompt which states its next rows leave behind.
+    """
     segments: list[Segment] = []
     sequences = list(decoding)
     sampling_rows: list[SamplingRow] = []
@@ -40,7 +48,7 @@ def build_plan(
         if rows == 0:
             continue
         budget -= rows
-        segment = _prompt_segment(sequence, rows)
+        segment = _prompt_segment(sequence, rows, set_aside)
         sequences.append(sequence)
         segments.append(segment)
         if segment.logit_rows:
@@ -66,34 +74,36 @@ def _decode_segment(sequence: Sequence) -> Segment:
     )
 
 
-def _prompt_segment(sequence: Sequence, rows: int) -> Segment:
+def _prompt_segment(sequence: Sequence, rows: int, set_aside: SetAside | None) -> Segment:
     """The next `rows` prompt or replay rows; only a fresh prompt's last row needs logits."""
     slot = sequence.slot
     assert slot is not None
     start, end = sequence.computed, sequence.computed + rows
     samples = end == len(sequence.prompt) and not sequence.generated
+    prefills = sequence.phase is Phase.PREFILL
     return Segment(
         slot=slot,
         start=start,
         token_ids=sequence.tokens_between(start, end),
-        phase=RowPhase.PREFILL if sequence.phase is Phase.PREFILL else RowPhase.REPLAY,
+        phase=RowPhase.PREFILL if prefills else RowPhase.REPLAY,
         committed=rows,
         block_table=sequence.block_table,
         logit_rows=1 if samples else 0,
         next_token=None if samples else sequence.token_at(end),
+        saves=set_aside(sequence, end) if prefills and set_aside is not None else (),
     )
 
 
 def _chunk(sequence: Sequence, budget: int) -> int:
     """Prompt or replay rows for this step; prompt chunks end on the grid or at the prompt's end.
 
-    Where a checkpoint is due a chunk ends too: only the state behind its last row is ever stored.
+    Where a checkpoint is due a replay ends too: only the state behind its last row is ever stored.
     """
-    rows = min(sequence.uncomputed, budget, sequence.checkpoint_at - sequence.computed)
-    if sequence.phase is Phase.PREFILL and rows < sequence.uncomputed:
-        # `computed` is on the grid while a prompt is not finished.
-        return rows // GRID * GRID
-    return rows
+    rows = min(sequence.uncomputed, budget)
+    if sequence.phase is not Phase.PREFILL:
+        return min(rows, sequence.checkpoint_at - sequence.computed)
+    # `computed` is on the grid while a prompt is not finished.
+    return rows if rows == sequence.uncomputed else rows // GRID * GRID
 
 
 def _kind(decodes: int, prompts: int, has_drafts: bool) -> StepKind:

@@ -47,9 +47,10 @@ class Sequence:
         queued_at: when it last joined the queue, in seconds of the scheduler's clock.
         salt: whose cached prefixes it may reuse.
         cached_tokens: prompt tokens that it did not compute when it first started.
-        checkpoint_at: `computed` at which it has something to leave in the prefix cache; prompt
-            chunks end there. Larger than every length when there is nothing.
+        checkpoint_at: `computed` at which it has something to leave in the prefix cache; replays
+            stop there. Larger than every length when there is nothing.
         targets: checkpoints of the prompt still to be made, as `computed` to come.
+        reserved: (computed, place) of those that the step in flight makes.
         rolling: where the checkpoint of the running turn is, if it has one.
         published: nodes of the prefix cache that hold blocks of its own.
         block_keys: its known tokens by block, as far as they were asked for.
@@ -79,6 +80,7 @@ class Sequence:
         "queued_at",
         "request",
         "request_id",
+        "reserved",
         "retracted",
         "rollbacks",
         "rolling",
@@ -126,6 +128,7 @@ class Sequence:
         self.cached_tokens = 0
         self.checkpoint_at = sys.maxsize
         self.targets: list[int] = []
+        self.reserved: list[tuple[int, int]] = []
         self.rolling: Node | None = None
         self.published: list[Node] = []
         self.block_keys: list[Key] = []

@@ -141,10 +141,12 @@ def gdn_mixer(proj: Tensor, params: GdnParams, state: GdnState, batch: RaggedBat
     row_start = batch.row_start.tolist()
     fields = (batch.slots, batch.starts, batch.committed, batch.pending, batch.chunked)
     kept = (batch.ring_first, batch.ring_rows, batch.snapshots)
-    saves: list[list[int]] = [] if batch.saves is None else batch.saves.tolist()
-    for s, values in enumerate(zip(*(f.tolist() for f in fields + kept), strict=True)):
+    saves: list[list[tuple[int, int]]] = [[] for _ in range(len(batch.slots))]
+    for s, count, place in () if batch.saves is None else batch.saves.tolist():
+        saves[s].append((count, place))
+    for s, values in enumerate(zip(*(f.tolist() for f in fields + kept), saves, strict=True)):
         rows = slice(row_start[s], row_start[s + 1])
-        part = _Part(*values, tuple((n, place) for owner, n, place in saves if owner == s))
+        part = _Part(*values)
         if rows.start == rows.stop and not part.pending:
             continue
         out[rows] = _one_sequence(wide(proj[rows]), params, state, part).to(proj.dtype)
@@ -168,7 +170,7 @@ class _Part:
     ring_first: int
     ring_rows: int
     snapshot: int
-    saves: tuple[tuple[int, int], ...]
+    saves: list[tuple[int, int]]
 
 
 def _one_sequence(proj: Tensor, params: GdnParams, state: GdnState, part: _Part) -> Tensor:

@@ -66,6 +66,9 @@ class FakeModel:
         assert hidden[saved.hidden_row] == consumed - 1, "the hidden state of another position"
         self.saved[saved.place] = (consumed, digest)
 
+    def note_hidden(self, place: int, hidden: torch.Tensor) -> None:
+        assert hidden == self.saved[place][0] - 1, "the hidden state of another position"
+
     def restore(self, restored: Restore) -> None:
         assert self.states[restored.slot] == (0, 1), "the slot was not claimed"
         assert self.saved[restored.place][0] == restored.position, "the state of another position"
@@ -108,6 +111,9 @@ class FakeModel:
             kv = self._write_kv(segment.block_table, position, token + form)
             if row < segment.committed:
                 self.states[slot] = (position + 1, digest)
+            for save in segment.saves:
+                if save.rows == row + 1:
+                    self.saved[save.place] = self.states[slot]
             if row >= first_logit:
                 logits.append(self._logits(digest, kv))
         self.pending[slot] = list(segment.token_ids[segment.committed :])

@@ -157,7 +157,7 @@ def test_a_long_churn_reuses_and_evicts() -> None:
             blocks=BLOCKS + 6 * (seed % 3),
         )
         total = {name: total[name] + counts[name] for name in total}
-    assert total["hits"] > 15, total
+    assert total["hits"] > 10, total
     assert min(total["preemptions"], total["evicted"], total["reclaimed"]) > 8, total
 
 

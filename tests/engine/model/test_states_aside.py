@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.model.forms import forms_agree
 from engine.model.hybrid import HybridModel
 from engine.reserve.ssm_reserve import SsmRollbackMode
-from engine.runner import DraftRows, Restore, RowPhase, SavedState, Verified
+from engine.runner import DraftRows, Restore, RowPhase, Save, SavedState, Verified
 from tests.oracle.checkpoints import make
 from tests.oracle.ours import BLOCKS_EACH, build, segment
 from tests.oracle.test_logits import prompt
@@ -69,12 +69,23 @@ def test_a_state_within_a_verify_is_that_of_plain_steps(
         assert same(state(model, 1), state(model, 2)), (mode, wanted)
 
 
-def test_a_prompt_behind_a_state_that_was_set_aside_gives_the_same_bits(folder: Path) -> None:
-    model = build(folder, "cpu", snapshots=2)
+@pytest.mark.parametrize("ops", ["cpu", "naive"])
+def test_a_prompt_behind_a_state_that_was_set_aside_gives_the_same_bits(
+    folder: Path, ops: str
+) -> None:
+    model = build(folder, ops, snapshots=2)
     begin(model, 0, START)
     whole = model.forward([segment(0, START, IDS[START:100], RowPhase.PREFILL)])
-    begin(model, 1, START)
-    model.save_state(SavedState(1, 1, START, START, START, START - 1), torch.ones(START, 64))
+    model.claim_slot(1)
+    saving = replace(segment(1, 0, IDS[:100], RowPhase.PREFILL), saves=(Save(START, 1),))
+    moved = model.state_bytes
+    other = segment(2, 0, IDS[:3], RowPhase.PREFILL)
+    rows = model.forward([other, saving])
+    # States begin at zero: they are written only, two of them and the one that is set aside.
+    assert model.state_bytes - moved == 3 * model.states.blob_bytes
+    if ops == "cpu":
+        assert torch.equal(rows.hidden[3 + START :], whole.hidden)
+    model.note_hidden(1, torch.ones(64))
     model.states.h[:, 3] = 5.0
     model.claim_slot(3)
     model.restore(Restore(3, 1, START, START, IDS[START]))

@@ -177,8 +177,8 @@ def test_a_turn_that_ends_in_the_middle_of_a_burst_publishes_what_was_kept(draft
         assert engine.tokens(2) == without(ask(2, text), one_form=True)
 
 
-def test_a_prompt_alone_pays_for_one_chunk_more_and_short_ones_for_none() -> None:
-    for length, chunks in ((64, 1), (65, 2), (130, 2), (300, 3)):
+def test_checkpoints_cost_a_prompt_no_step() -> None:
+    for length, chunks in ((64, 1), (65, 1), (127, 1), (130, 2), (300, 3)):
         engine = cached()
         answer(engine, ask(1, prompt(length), 1))
         assert len(engine.model.steps) == chunks
@@ -245,6 +245,29 @@ def test_a_step_that_fails_leaves_nothing_behind() -> None:
     assert engine.last(1).finish_reason is FinishReason.ERROR
     assert (stats(engine).blocks, stats(engine).checkpoints) == (0, 0)
     assert answer(engine, ask(2, prompt(300)))[0] == without(ask(2, prompt(300)))
+
+
+def test_a_step_that_fails_gives_back_the_places_that_it_would_have_filled() -> None:
+    engine = cached()
+    engine.model.fail_next = RuntimeError("broken")
+    engine.core.add(ask(1, prompt(100)))
+    engine.finish()
+    assert engine.last(1).finish_reason is FinishReason.ERROR
+    engine.core.scheduler.check()
+    assert stats(engine).checkpoints == 0
+
+
+def test_equal_prompts_in_one_step_leave_one_checkpoint() -> None:
+    engine = cached(max_prefill_tokens=256)
+    for number in (1, 2):
+        engine.core.add(ask(number, prompt(100)))
+    engine.finish()
+    assert [s.saves for s in engine.model.steps[0]] == [((64, 0),), ((64, 1),)]
+    assert engine.tokens(1) == engine.tokens(2)
+    engine.core.scheduler.check()
+    # One of the prompt and one of the turn at most.
+    assert stats(engine).checkpoints_saved == 1
+    assert answer(engine, ask(3, prompt(100)))[1] == 64
 
 
 def test_what_a_failed_sequence_published_before_is_withdrawn() -> None:
