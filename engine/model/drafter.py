@@ -171,8 +171,11 @@ class Drafter:
         end = entry.start + len(entry.next_tokens)
         places = np.arange(end - count, end) % LOG_ROWS
         last = entry.first_row + len(entry.next_tokens)
-        (at,) = indices(self.device, places.tolist())
-        self.log[entry.slot, at] = hidden[last - count : last]
+        if self._host_log is not None:
+            self._host_log[entry.slot, places] = hidden.numpy()[last - count : last]
+        else:
+            (at,) = indices(self.device, places.tolist())
+            self.log[entry.slot, at] = hidden[last - count : last]
         self._log_tokens[entry.slot, places] = entry.next_tokens[-count:]
         cursors = self._cursors
         cursors.end[entry.slot] = end

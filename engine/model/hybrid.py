@@ -195,6 +195,9 @@ class HybridModel:
     def draft(self, rows: Sequence[DraftRows], hidden: Tensor) -> list[Proposal]:
         """Take over final rows and propose tokens; see ModelRunner.draft."""
         assert self.drafter is not None, "speculation is on without a drafter"
+        if not any(entry.engaged for entry in rows):
+            # Rows are copied and no kernel runs: setting threads would take longer than that.
+            return self.drafter.draft(rows, hidden)
         with self._timed_threads("draft", sum(len(entry.next_tokens) for entry in rows)):
             return self.drafter.draft(rows, hidden)
 
