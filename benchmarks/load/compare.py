@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
@@ -20,8 +20,9 @@ HEAD = (
     "probes", "cut",
 )  # fmt: skip
 LEGEND = (
-    "off, on: tok/s; steps/token: verifies per emitted token while drafting; drafts, accepted: per "
-    "verify; p1: share of first drafts accepted; probes: of the controllers; cut: drafts by D-Cut"
+    "off, on: median tok/s; on/off: median over pairs of runs; steps/token: verifies per emitted "
+    "token while drafting; drafts, accepted: per verify; p1: share of first drafts accepted; "
+    "probes: of the controllers; cut: drafts by D-Cut"
 )
 # Steps that the controller needs at a width before it has settled, as tokens of each client.
 LEARN_TOKENS = 96
@@ -61,10 +62,12 @@ async def compare(args: argparse.Namespace, console: Console) -> int:
                 before = await counters(on)
                 plain: list[Run] = []
                 drafted: list[Run] = []
-                for _ in range(args.runs):
+                for number in range(args.runs):
                     jobs = source.take(count)
-                    plain.append(await run_loop(off, jobs, level, off_pid, args.timeout))
-                    drafted.append(await run_loop(on, jobs, level, on_pid, args.timeout))
+                    turns = [(off, off_pid, plain), (on, on_pid, drafted)]
+                    # Each goes first as often as second: what a turn leaves behind favours neither.
+                    for target, pid, runs in turns if number % 2 == 0 else reversed(turns):
+                        runs.append(await run_loop(target, jobs, level, pid, args.timeout))
                 row = _row(kind, level, plain, drafted, before, await counters(on))
                 rows.append(row)
                 console.print(f"{kind.value}, {level} clients: {row['ratio']}", style="dim")
@@ -96,6 +99,16 @@ async def counters(target: Target) -> dict[str, float]:
     return found
 
 
+def paired_ratio(plain: Sequence[Run], drafted: Sequence[Run]) -> float | None:
+    """Median of on / off of the runs of the same jobs, side by side in time.
+
+    A machine shared with others has slow minutes: two medians may come from different ones.
+    """
+    pairs = zip(plain, drafted, strict=True)
+    ratios = [on.tok_s / off.tok_s for off, on in pairs if off.tok_s]
+    return round(statistics.median(ratios), 3) if ratios else None
+
+
 def _row(
     kind: PromptKind,
     level: int,
@@ -117,7 +130,7 @@ def _row(
         "concurrency": level,
         "off": off,
         "on": on,
-        "ratio": round(on / off, 3) if off else None,
+        "ratio": paired_ratio(plain, drafted),
         "steps_per_token": round(verifies / max(verifies + accepted, 1.0), 3),
         "drafts": round(rose("num_draft_tokens_total") / per, 2),
         "accepted": round(accepted / per, 2),

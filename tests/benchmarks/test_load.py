@@ -10,7 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.load.cli import main, parse_args
-from benchmarks.load.loop import median_of, summarise
+from benchmarks.load.compare import paired_ratio
+from benchmarks.load.loop import Run, median_of, summarise
 from benchmarks.load.measure import Sample, percentile
 from benchmarks.load.processes import CpuTimes, read_cpu
 from benchmarks.load.report import table
@@ -192,3 +193,14 @@ def test_processor_time_is_split_by_role() -> None:
 )
 def test_urls(url: str, target: Target) -> None:
     assert Target.parse(url) == target
+
+
+def test_a_slow_minute_of_the_machine_does_not_change_a_ratio() -> None:
+    def runs(*speeds: float) -> list[Run]:
+        sample = Sample(0.1, ttft=0.01, completion_tokens=1000)
+        return [summarise([sample], 1000 / speed, {}) for speed in speeds]
+
+    # Medians over all runs would give 1.1: the second pair fell into a slow minute.
+    plain, drafted = runs(1000, 400, 900), runs(1500, 640, 990)
+    assert paired_ratio(plain, drafted) == 1.5
+    assert paired_ratio(runs(0.01), runs(5)) is None
