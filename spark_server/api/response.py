@@ -87,30 +87,29 @@ class GenerationResponse(Response):
         await Response(data, media_type="application/json")(scope, receive, send)
 
     async def _send_stream(self, deltas: AsyncGenerator[ChoiceDelta, None], send: Send) -> None:
-        first = await anext(deltas)
+        delta: ChoiceDelta | None = await anext(deltas)
+        data = b"".join(self._form.opening(run.index) for run in self._runs)
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+        unended = len(self._runs)
         try:
-            opening = b"".join(self._form.opening(run.index) for run in self._runs)
-            await self._write(send, opening + self._events(first))
-            async for delta in deltas:
-                await self._write(send, self._events(delta))
+            while delta is not None:
+                data += self._events(delta)
+                unended -= delta.finish is not None
+                # The last one goes with the end of the stream: every packet wakes the client up.
+                if unended and data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    data = b""
+                delta = await anext(deltas, None)
         except Exception as error:
             message, status, param, code = describe(error)
             if code == "internal_error":
                 _log.error("unexpected error in a stream", exc_info=error)
-            await self._write(send, event(envelope(message, status, param=param, code=code)))
+            data += event(envelope(message, status, param=param, code=code))
         else:
-            closing = DONE
             if self._include_usage:
-                counts = usage(self._runs, self._prompt_tokens)
-                closing = self._form.usage_event(counts) + DONE
-            await self._write(send, closing)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                data += self._form.usage_event(usage(self._runs, self._prompt_tokens))
+            data += DONE
+        await send({"type": "http.response.body", "body": data, "more_body": False})
 
     def _events(self, delta: ChoiceDelta) -> bytes:
         return self._form.events(delta, self._runs[delta.index])
-
-    @staticmethod
-    async def _write(send: Send, data: bytes) -> None:
-        if data:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
