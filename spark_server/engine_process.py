@@ -320,11 +320,10 @@ def _receive(commands: zmq.Socket[bytes], *, wait: bool) -> list[Command]:
     received: list[Command] = []
     if wait:
         received.append(decode_command(commands.recv()))
-    while True:
-        try:
-            received.append(decode_command(commands.recv(zmq.NOBLOCK)))
-        except zmq.Again:
-            return received
+    # Between two steps nothing has come as a rule: 25 us to ask, 50 to be told by an exception.
+    while commands.poll(0):
+        received.append(decode_command(commands.recv()))
+    return received
 
 
 def _apply(core: Core, command: Command, send: Send) -> None:
