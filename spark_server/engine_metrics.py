@@ -32,21 +32,18 @@ class EngineCollector(Collector):
     """Gauges and counters that the engine counts itself, read when somebody scrapes."""
 
     def __init__(self) -> None:
-        self._latest = EngineStats()
-        self._totals: Rising[str] = Rising()
+        self._totals: Rising[EngineStats, str] = Rising(_counts, EngineStats())
 
     def report(self, stats: EngineStats) -> None:
         """What the engine says of itself."""
-        self._latest = stats
-        self._totals.report(_counts(stats))
+        self._totals.report(stats)
 
     def restart(self, baseline: EngineStats | None = None) -> None:
         """A new engine process counts, or none; `baseline` is what its warm-up counted."""
-        self._latest = baseline or EngineStats()
-        self._totals.restart(_counts(self._latest))
+        self._totals.restart(baseline)
 
     def collect(self) -> Iterator[Metric]:
-        now = self._latest
+        now = self._totals.latest
         gauges = (
             ("spark_requests_running", "Sequences in the running batch", now.running),
             ("spark_requests_waiting", "Sequences in the engine's queue", now.waiting),

@@ -42,19 +42,16 @@ class PrefixCacheCollector(Collector):
     """Counters and gauges of `PrefixCacheStats` over all engine processes."""
 
     def __init__(self) -> None:
-        self._latest = PrefixCacheStats()
-        self._totals: Rising[str] = Rising()
+        self._totals: Rising[PrefixCacheStats, str] = Rising(_counts, PrefixCacheStats())
 
     def report(self, stats: PrefixCacheStats | None) -> None:
         """What the engine says of its cache; None when it has none."""
-        if stats is not None and stats != self._latest:
-            self._latest = stats
-            self._totals.report(_counts(stats))
+        if stats is not None:
+            self._totals.report(stats)
 
     def restart(self, baseline: PrefixCacheStats | None = None) -> None:
         """A new process counts, or none; `baseline` is what its warm-up counted."""
-        self._latest = baseline or PrefixCacheStats()
-        self._totals.restart(_counts(self._latest))
+        self._totals.restart(baseline)
 
     def collect(self) -> Iterator[Metric]:
         totals = self._totals.totals()
@@ -66,7 +63,7 @@ class PrefixCacheCollector(Collector):
         for reason in _REASONS:
             misses.add_metric([reason], totals.get(reason, 0.0))
         yield misses
-        now = self._latest
+        now = self._totals.latest
         for name, text, value in (
             ("checkpoint_places", "Recurrent states that can be kept", now.checkpoint_places),
             ("checkpoints", "Recurrent states that are kept", now.checkpoints),

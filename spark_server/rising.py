@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
+S = TypeVar("S")
 
 
-class Rising(Generic[K]):
-    """Totals that only rise, over processes that each count from 0."""
+class Rising(Generic[S, K]):
+    """Totals that only rise, over processes that each count from 0.
 
-    def __init__(self) -> None:
-        self._latest: Mapping[K, float] = {}
-        self._base: Mapping[K, float] = {}
+    Args:
+        counts: everything in a report that only rises. Asked for when totals are wanted, as reports
+            come with every step.
+        nothing: the report of a process that has counted nothing.
+
+    Attributes:
+        latest: the last report.
+    """
+
+    def __init__(self, counts: Callable[[S], Mapping[K, float]], nothing: S) -> None:
+        self._counts = counts
+        self._nothing = nothing
+        self._base: Mapping[K, float] = counts(nothing)
         self._carried: dict[K, float] = {}
+        self.latest = nothing
 
-    def report(self, counts: Mapping[K, float]) -> None:
+    def report(self, stats: S) -> None:
         """What the process has counted so far."""
-        self._latest = counts
+        self.latest = stats
 
-    def restart(self, baseline: Mapping[K, float] | None = None) -> None:
+    def restart(self, baseline: S | None = None) -> None:
         """Another process counts from here; `baseline` is what it had counted before it served."""
         self._carried = self.totals()
-        self._latest = self._base = baseline or {}
+        self.latest = self._nothing if baseline is None else baseline
+        self._base = self._counts(self.latest)
 
     def totals(self) -> dict[K, float]:
         """Sums over all processes."""
         sums = dict(self._carried)
-        for key, count in self._latest.items():
+        for key, count in self._counts(self.latest).items():
             sums[key] = sums.get(key, 0.0) + max(0.0, count - self._base.get(key, 0.0))
         return sums

@@ -96,8 +96,7 @@ class SpeculationCollector(Collector):
     """Counters and gauges of `SpeculationStats` over all engine processes."""
 
     def __init__(self) -> None:
-        self._latest = SpeculationStats()
-        self._totals: Rising[_Series] = Rising()
+        self._totals: Rising[SpeculationStats, _Series] = Rising(_counts, SpeculationStats())
         self._by_width: dict[_Series, float] = {}
         self._rungs: dict[str, int] = {}
 
@@ -105,21 +104,19 @@ class SpeculationCollector(Collector):
         """A step is done; reports come once per step."""
         stats = stats or SpeculationStats()
         self._count_by_width(stats)
-        self._totals.report(_counts(stats))
+        self._totals.report(stats)
         width = stats.covered + stats.uncovered
         if width:
             self._rungs[width_bucket(width)] = dict(stats.rungs).get(width, 0)
-        self._latest = stats
 
     def restart(self, baseline: SpeculationStats | None = None) -> None:
         """A new process counts, or none; `baseline` is what its warm-up counted."""
-        self._latest = baseline or SpeculationStats()
-        self._totals.restart(_counts(self._latest))
+        self._totals.restart(baseline)
         self._rungs.clear()
 
     def _count_by_width(self, stats: SpeculationStats) -> None:
         """The step's width is the one that the report before it made its choice for."""
-        before = self._latest
+        before = self._totals.latest
         drafts = stats.draft_tokens - before.draft_tokens
         if drafts <= 0:
             return
@@ -154,7 +151,7 @@ class SpeculationCollector(Collector):
         return family
 
     def _gauges(self) -> Iterator[Metric]:
-        now = self._latest
+        now = self._totals.latest
         text = "1 while batches as wide as the last one may speculate"
         yield GaugeMetricFamily(_full("engaged"), text, value=int(now.engaged))
         slots = GaugeMetricFamily(

@@ -31,18 +31,15 @@ class WatchdogCollector(Collector):
     """Counters and gauges of `WatchdogStats` over all engine processes."""
 
     def __init__(self) -> None:
-        self._latest = WatchdogStats()
-        self._totals: Rising[tuple[str, str]] = Rising()
+        self._totals: Rising[WatchdogStats, tuple[str, str]] = Rising(_counts, WatchdogStats())
 
     def report(self, stats: WatchdogStats | None) -> None:
         """A step is done."""
-        self._latest = stats or WatchdogStats()
-        self._totals.report(_counts(self._latest))
+        self._totals.report(stats or WatchdogStats())
 
     def restart(self, baseline: WatchdogStats | None = None) -> None:
         """A new process counts, or none; `baseline` is what its warm-up counted."""
-        self._latest = baseline or WatchdogStats()
-        self._totals.restart(_counts(self._latest))
+        self._totals.restart(baseline)
 
     def collect(self) -> Iterator[Metric]:
         totals = self._totals.totals()
@@ -64,7 +61,9 @@ class WatchdogCollector(Collector):
                 f"spark_watchdog_{name}", text, value=totals.get((name, ""), 0.0)
             )
         text = "Snapshots per sequence that a rollback can go back to"
-        yield GaugeMetricFamily("spark_decode_ring_slots", text, value=self._latest.ring_slots)
+        yield GaugeMetricFamily(
+            "spark_decode_ring_slots", text, value=self._totals.latest.ring_slots
+        )
 
 
 def _counts(stats: WatchdogStats) -> dict[tuple[str, str], float]:
