@@ -233,6 +233,7 @@ async def _serve(
             log_config=None,
             access_log=settings.logging.access_log,
             server_header=False,
+            http="httptools",
             ws="none",
             timeout_graceful_shutdown=_FLUSH_SECONDS,
         )
