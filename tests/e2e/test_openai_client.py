@@ -270,7 +270,7 @@ def test_names_of_clients_make_no_series(server: Server) -> None:
                 http.post("/v1/completions", json=body, headers=headers)
                 http.get(f"/{rng.random()}/{rng.random()}", headers=headers)
                 http.get(f"/v1/models/m{rng.random()}")
-                http.request(f"X{rng.randrange(10**6)}", "/health")
+                http.request(rng.choice(("PURGE", "LOCK", "REPORT", "PUT", "TRACE")), "/health")
 
     complete(server.url, prompt="x", max_tokens=1, model=MODEL, user="me")
     shower(2)

@@ -254,6 +254,9 @@ def test_a_bad_header_or_a_broken_request_leaves_the_server_whole(
     head += b"Authorization: Bearer secret\r\n"
     answer = asyncio.run(talk(head + b"X-Request-Id: a\x00b\r\nContent-Length: 2\r\n\r\n{}"))
     assert b" 400 " in answer.splitlines()[0]
+    # A method that HTTP does not know ends in the parser.
+    answer = asyncio.run(talk(b"X123 /health HTTP/1.1\r\nHost: x\r\n\r\n"))
+    assert b" 400 " in answer.splitlines()[0]
     answer = asyncio.run(talk(head + b"Content-Length: 99999999999\r\n\r\n"))
     assert b" 413 " in answer.splitlines()[0]
     client = connection(served[1])
