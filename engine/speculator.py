@@ -59,6 +59,7 @@ class Speculator:
         self._choice = self._gate.choose(())
         self._learnt_at = clock()
         self._plain_run = 0
+        self._unasked = 0
         self._plain_rows: PlainRows | None = None
         self._verifies = 0
         self._draft_tokens = 0
@@ -158,15 +159,13 @@ class Speculator:
         choice = self._choice
         settled = choice.reason in (PlainReason.CONTROLLER, PlainReason.TOO_WIDE)
         same = plan.kind is StepKind.DECODE and len(plan.segments) == len(choice.drafts)
-        if not (settled and same and self._plain_run < PLAIN_RUN):
-            self._plain_run = 0
-            return False
-        if self._scheduler.holdings.slots.used != len(plan.segments):
-            # A sequence ended: slots may have moved.
-            self._plain_run = 0
-            return False
-        self._plain_run += 1
-        return True
+        # Where a sequence ended, slots may have moved.
+        stays = self._scheduler.holdings.slots.used == len(plan.segments)
+        if settled and same and stays and self._plain_run < PLAIN_RUN:
+            self._plain_run += 1
+            return True
+        self._unasked, self._plain_run = self._plain_run, 0
+        return False
 
     def _count_plain(self, seconds: float) -> None:
         self._steps[False] += 1
@@ -219,8 +218,12 @@ class Speculator:
         else:
             self._count_plain(seconds)
         # A step with prompt rows, or without one of its sequences, tells no price of drafts.
-        if len(decodes) == len(plan.segments) == len(choice.drafts):
-            self._gate.observe(choice, [accepted for _, accepted in decodes], seconds)
+        if len(decodes) == len(choice.drafts):
+            bursts = [accepted for _, accepted in decodes]
+            if len(decodes) == len(plan.segments):
+                self._gate.observe(choice, bursts, seconds, 1 + self._unasked)
+            else:
+                self._gate.see(choice, bursts)
 
     def stats(self) -> SpeculationStats:
         """Gauges and counters as of now."""

@@ -20,7 +20,7 @@ from engine.speculation.acceptance import HOPEFUL, AcceptanceProfile
 # width -> seconds of a step by its depth, from 0
 Costs = Mapping[int, tuple[float, ...]]
 
-# Steps at one width between two decisions; a switch happens only there.
+# Steps, of whatever width, between two decisions at a width; a switch happens only there.
 WINDOW = 16
 # A depth must promise this much more than the one in use before it replaces it.
 MARGIN = 0.015
@@ -61,8 +61,8 @@ class _Width:
     width: int
     depth: int
     ceiling: int
+    decided_at: int
     settled: bool = False
-    steps: int = 0
     seen_at: int = 0
     credit: float = 0.0
     spent: dict[int, float] = field(default_factory=dict)
@@ -121,6 +121,7 @@ class SpecController:
         self._widths: dict[int, _Width] = {}
         self._last: _Timed | None = None
         self._steps = 0
+        self._timed_steps = 0
         self.probes = 0
         self.reprobes = 0
         self.switches = 0
@@ -142,7 +143,9 @@ class SpecController:
             return state.depth
         return state.best(self._profile, ceiling)
 
-    def observe(self, width: int, drafts: int, accepted: Sequence[int], seconds: float) -> None:
+    def observe(
+        self, width: int, drafts: int, accepted: Sequence[int], seconds: float, steps: int = 1
+    ) -> None:
         """Learn from a step without prompt rows.
 
         Args:
@@ -150,29 +153,47 @@ class SpecController:
             drafts: what `choose` gave for it, before cuts of single sequences.
             accepted: drafts that were accepted, one entry per decoding sequence.
             seconds: of the whole step, from one `choose` to the next.
+            steps: that it speaks for: nobody asks for plain ones in a row.
         """
-        self._steps += 1
+        self._steps += steps
+        self._timed_steps += 1
         risen = self._profile.see(drafts, accepted)
         key = _key(width)
         state = self._state(width, drafts)
         # Where one draft became likelier, those behind it may have too, unseen from here.
         state.recheck |= risen
-        if self._steps - state.seen_at > _OLD:
+        if self._timed_steps - state.seen_at > _OLD:
             # A probe that was under way has nothing left to be compared with.
             state.reference.clear()
             state.timed = 0
             state.burst = None
-        state.seen_at = self._steps
+        state.seen_at = self._timed_steps
         self._time(key, drafts, seconds)
         if state.burst is not None:
             self._follow_burst(state, drafts, accepted, seconds)
         elif drafts == state.depth:
-            self._earn(state, seconds)
-        state.steps += 1
-        if state.burst is None:
-            if state.steps >= WINDOW:
-                self._decide(state)
-            self._maybe_probe(state)
+            self._earn(state, seconds, steps)
+        self._go_on(state)
+
+    def see(self, width: int, drafts: int, accepted: Sequence[int]) -> None:
+        """Learn from a step that carried prompt rows too, so that its time tells nothing.
+
+        Where prompts come all the time most steps are such: without them it would take minutes to
+        find out that drafts pay again. Arguments as in `observe`.
+        """
+        self._steps += 1
+        state = self._state(width, drafts)
+        state.recheck |= self._profile.see(drafts, accepted)
+        burst = state.burst
+        if burst is None:
+            if state.reference:
+                self._earn(state, median(state.reference), 1)
+        elif drafts == burst.depth:
+            burst.left -= 1
+            if burst.left <= 0:
+                state.burst = None
+                state.timed = 0
+        self._go_on(state)
 
     def depths(self) -> dict[int, int]:
         """The depth in use, by the widest batch that it holds for."""
@@ -193,10 +214,10 @@ class SpecController:
                 state.timed += 1
         self._last = _Timed(key, drafts, seconds, alike)
 
-    def _earn(self, state: _Width, seconds: float) -> None:
+    def _earn(self, state: _Width, seconds: float, steps: int) -> None:
         if state.reference:
             step = median(state.reference)
-            state.credit += PROBE_SHARE * min(seconds, step)
+            state.credit += PROBE_SHARE * min(seconds, step) * steps
             state.credit = min(state.credit, _LOSS_CAP * BURST * step)
 
     # ---- probes --------------------------------------------------------------------------
@@ -276,9 +297,16 @@ class SpecController:
 
     # ---- decisions -----------------------------------------------------------------------
 
+    def _go_on(self, state: _Width) -> None:
+        """Between two steps: end a window, begin a probe."""
+        if state.burst is None:
+            if self._steps - state.decided_at >= WINDOW:
+                self._decide(state)
+            self._maybe_probe(state)
+
     def _decide(self, state: _Width) -> None:
         """End of a window: keep the depth, or take one that promises enough more."""
-        state.steps = 0
+        state.decided_at = self._steps
         complete = all(depth in state.ratios for depth in range(state.ceiling + 1))
         state.settled = state.settled or complete
         best = state.best(self._profile, state.ceiling)
@@ -308,12 +336,15 @@ class SpecController:
             settled = [k for k, state in self._widths.items() if state.settled]
             near = min(settled, key=lambda k: (abs(k - key), k), default=None)
             depth = first_guess if near is None else self._widths[near].depth
-            self._widths[key] = _Width(key, depth, ceiling=first_guess, seen_at=self._steps)
+            self._widths[key] = self._new_width(key, depth, first_guess)
         return self._widths[key]
+
+    def _new_width(self, key: int, depth: int, ceiling: int) -> _Width:
+        return _Width(key, depth, ceiling, decided_at=self._steps, seen_at=self._timed_steps)
 
     def _known_width(self, key: int, ratios: tuple[float, ...], ceiling: int) -> _Width:
         """A width whose costs are known, at the depth that promises most."""
-        state = _Width(key, 0, ceiling=ceiling, seen_at=self._steps)
+        state = self._new_width(key, 0, ceiling)
         state.ratios.clear()
         for depth, ratio in enumerate(ratios):
             state.add_ratio(depth, ratio)

@@ -34,6 +34,8 @@ class PlainReason(StrEnum):
     PROMPTS = "prompts"
 
 
+# Why a step carries no drafts, where that says nothing about the depth that was chosen.
+_TELLS_NOTHING = (PlainReason.NO_ROOM, PlainReason.PROMPTS)
 # A step with so many prompt rows is bound by arithmetic: a draft saves no reading of weights there,
 # and with its drafting costs more rows than the tokens it brings. Where few run, most steps are of
 # another kind, and a token that a draft brings here is one less to make in those.
@@ -169,13 +171,16 @@ class SpecGate:
             self._rung.observe(flush)
         return flush
 
-    def observe(self, choice: Choice, accepted: Sequence[int], seconds: float) -> None:
+    def observe(
+        self, choice: Choice, accepted: Sequence[int], seconds: float, steps: int = 1
+    ) -> None:
         """Learn what a step delivered; leave out steps with prompt rows.
 
         Args:
             choice: the one that the step was run by.
             accepted: drafts that were accepted, one entry per candidate of `choice`.
             seconds: of the step with its drafting.
+            steps: that it speaks for, itself and plain ones like it before it.
         """
         if (
             self._controller is None
@@ -185,8 +190,15 @@ class SpecGate:
         ):
             return
         # A step whose drafts were all cut for another reason is no step of its depth.
-        if choice.reason not in (PlainReason.NO_ROOM, PlainReason.PROMPTS):
-            self._controller.observe(len(accepted), choice.depth, accepted, seconds)
+        if choice.reason not in _TELLS_NOTHING:
+            self._controller.observe(len(accepted), choice.depth, accepted, seconds, steps)
+
+    def see(self, choice: Choice, accepted: Sequence[int]) -> None:
+        """Learn what a step with prompt rows accepted; arguments as in `observe`."""
+        if self._controller is None or self._pinned is not None:
+            return
+        if choice.engaged and choice.covered and choice.reason not in _TELLS_NOTHING:
+            self._controller.see(len(accepted), choice.depth, accepted)
 
     def _depth(self, width: int, covered: Sequence[int]) -> int:
         capacities = [self._capacities[slot] for slot in covered]

@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 from torch import Tensor
 
-from engine.calibration import EXPLORED, LIMIT, ROUNDS, TIMED, calibrate
+from engine.calibration import EXPLORED, LIMIT, SWEEPS, TIMED, calibrate
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.reserve.ssm_reserve import SsmRollbackMode
@@ -68,8 +68,29 @@ def test_every_depth_is_explored_then_timed_as_often() -> None:
     assert told == [True, False] * 6
     # Plain steps do not go on for a while once another depth is pinned.
     seen = Counter(rows for width, rows in model.seen if width == 16)
-    steps = EXPLORED + ROUNDS * (1 + TIMED)
+    steps = EXPLORED + SWEEPS * (1 + TIMED)
     assert all(seen[rows] >= steps for rows in (1, 2, 3, 4)), seen
+
+
+def test_a_slow_moment_of_the_machine_changes_no_cost() -> None:
+    def run(slow: range) -> dict[int, tuple[float, ...]]:
+        numbers, now = count(), 0.0
+
+        def clock() -> float:
+            nonlocal now
+            now += 1e-5 if next(numbers) in slow else 1e-6
+            return now
+
+        return dict(calibrate(CONFIG, Recorder(), BLOCKS, clock=clock))
+
+    calm, all_slow = run(range(0)), run(range(10**9))
+    assert all_slow[2] == pytest.approx([10 * seconds for seconds in calm[2]])
+    # As long as all depths of the four narrowest widths take in one sweep, begun anywhere.
+    length = 4 * 4 * (2 * TIMED + 4)
+    for begin in range(0, 2 * length, 7):
+        found = run(range(begin, begin + length))
+        for width, seconds in calm.items():
+            assert found[width] == pytest.approx(seconds), (begin, width)
 
 
 def test_nothing_is_left_behind() -> None:

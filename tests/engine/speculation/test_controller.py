@@ -253,3 +253,42 @@ def test_given_ratios_lie_between_the_widths_that_were_timed() -> None:
     assert given_ratios(costs, 6) == (1.0,)
     assert given_ratios(costs, 100) == (1.0,)
     assert given_ratios({}, 3) == ()
+
+
+def given_up(costs: dict[int, tuple[float, ...]], width: int) -> SpecController:
+    """A controller that has seen nothing but rejected drafts, and plain-decodes."""
+    controller = SpecController(3, costs)
+    for _ in range(60):
+        depth = controller.choose(width, 3, 3)
+        controller.observe(width, depth, [0] * width, costs[width][depth])
+    assert controller.choose(width, 3, 3) == 0
+    return controller
+
+
+def test_where_every_step_carries_a_prompt_drafts_come_back_all_the_same() -> None:
+    controller = given_up({4: (1.0, 1.2, 1.4, 1.6)}, 4)
+    depths = []
+    for _ in range(600):
+        depths.append(controller.choose(4, 3, 3))
+        controller.see(4, depths[-1], [depths[-1]] * 4)
+    assert depths[-1] == 3
+    # And while they stay away, looking for them takes a hundredth of the time.
+    controller = given_up({4: (1.0, 1.2, 1.4, 1.6)}, 4)
+    depths = []
+    for _ in range(2000):
+        depths.append(controller.choose(4, 3, 3))
+        controller.see(4, depths[-1], [0] * 4)
+    assert 0 < sum(depth > 0 for depth in depths) < 100
+
+
+def test_a_plain_step_that_speaks_for_eight_pays_for_as_many() -> None:
+    def first_probe(steps: int) -> int:
+        controller = given_up({4: (1.0, 1.2, 1.4, 1.6)}, 4)
+        for asked in range(5000):
+            if controller.choose(4, 3, 3):
+                return asked * steps
+            controller.observe(4, 0, [0] * 4, 1.0, steps)
+        raise AssertionError("never probed")
+
+    alone = first_probe(1)
+    assert 8 <= first_probe(8) <= alone + 32
