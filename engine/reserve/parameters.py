@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from engine.config import EngineConfig
 from engine.errors import ModelFormatError
@@ -132,7 +133,8 @@ def resident_parts(
 
     Embeddings keep their dtype; a tied lm_head is packed beside them, or is them where the packed
     form is the tensor itself; norms, gates and convolutions are float32; matrices take what
-    `packed_element_bytes` says. A small drafter on a CPU keeps its matrices as they are stored too.
+    `packed_element_bytes` says. A small drafter on a CPU also keeps its matrices as its own
+    kernel takes them.
     """
     loaded = [t for t in tensors if with_mtp or not t.name.startswith("mtp.")]
     counts: dict[tuple[str, int], int] = {}
@@ -153,7 +155,8 @@ def resident_parts(
         else:
             add("packed matrices", tensor.elements, packed)
     for tensor in _chain_matrices(loaded, model, config):
-        add("the drafter's matrices in tiles", tensor.elements, 2)
+        for what, count, width in _tile_parts(*tensor.shape):
+            add(f"the drafter's {what} in tiles", count, width)
     return tuple(ResidentPart(what, n, width) for (what, width), n in counts.items())
 
 
@@ -186,6 +189,15 @@ def _chain_matrices(
     if stored_bytes(inner) + head.nbytes > CHAIN_BYTES:
         return []
     return [*inner, head]
+
+
+def _tile_parts(rows: int, columns: int) -> tuple[tuple[str, int, int], ...]:
+    """products.tile_parts; as they are stored where numba, which knows the CPU, is missing."""
+    if find_spec("numba") is None:
+        return (("matrices", rows * columns, 2),)
+    from kernels.draft_chain.products import tile_parts
+
+    return tile_parts(rows, columns)
 
 
 def in_chain_tiles(model: ModelConfig) -> bool:

@@ -32,19 +32,19 @@ def cases(size: CaseSize, device: torch.device) -> list[Case]:
     return [_case(sizes, counts, depths, device) for sizes, counts, depths in shapes]
 
 
-def _form(device: torch.device) -> tuple[str, Callable[[ChainWeights], Chain], float]:
-    """(name, how a chain is made, tolerance)."""
+def _form(device: torch.device) -> tuple[str, Callable[[ChainWeights], Chain], float, int]:
+    """(name, how a chain is made, tolerance, bytes of a number in a matrix)."""
     if device.type != "cpu" or find_spec("numba") is None:
-        return "naive", partial(partial, naive.draft_chain), 1e-5
-    from kernels.draft_chain import cpu
+        return "naive", partial(partial, naive.draft_chain), 1e-5, 2
+    from kernels.draft_chain import cpu, tile
 
-    return "cpu", cpu.draft_chain, cpu.TOLERANCE
+    return "cpu", cpu.draft_chain, cpu.TOLERANCE, 1 if tile.BYTES else 2
 
 
 def _case(
     sizes: tuple[int, ...], counts: list[int], depths: list[int], device: torch.device
 ) -> Case:
-    form, make, tolerance = _form(device)
+    form, make, tolerance, stored = _form(device)
     drafted: Tensor = torch.arange(max(depths)) < torch.tensor(depths)[:, None]
     weights = cache(lambda: _weights(*sizes))
     start = cache(lambda: _start(sizes[0], sizes[2], counts, depths))
@@ -76,7 +76,7 @@ def _case(
         step=lambda: chain()(start()),
         # The fewer terms a sum has, the less do its roundings cancel.
         tolerance=tolerance * (1 if width >= 256 else 2),
-        bytes=2 * matrix * (1 + max(depths)),
+        bytes=stored * matrix * (1 + max(depths)),
         flops=2 * matrix * (sum(counts) + sum(depths)),
     )
 

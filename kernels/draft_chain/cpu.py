@@ -14,13 +14,14 @@ import torch
 from numba import prange
 
 from kernels.attention.cpu import attend_group, write_row
-from kernels.draft_chain.products import BLOCK, fast, in_tiles, products, wide
-from kernels.draft_chain.tile import BFLOAT16, LANES
+from kernels.draft_chain.products import BLOCK, fast, in_form, products, wide
+from kernels.draft_chain.tile import BFLOAT16, BYTES, LANES
 from kernels.draft_chain.types import Chain, ChainStart, ChainWeights, Drafts
-from kernels.jit import exp32, parallel_kernel, sigmoid32
+from kernels.jit import exp32, inline, parallel_kernel, sigmoid32
 
-# How far from the truth it may be, as a share of its length.
-TOLERANCE = 1e-2 if BFLOAT16 else 1e-5
+# How far from the truth it may be, as a share of its length: every product rounds its matrix and
+# its rows to 255 steps, or its rows to bfloat16.
+TOLERANCE = 5e-2 if BYTES else 1e-2 if BFLOAT16 else 1e-5
 
 
 @fast
@@ -41,15 +42,24 @@ def _copy(source: Any, target: Any) -> None:
         target[i] = source[i]
 
 
+@inline
+def _ordered(bits: Any) -> Any:
+    """A float32 as an int32 in the same order, and back."""
+    return np.int32(bits ^ np.int32((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
 @fast
 def _best(logits: Any) -> Any:
     """(most likely id, its log-probability) of logits [V]."""
-    top = np.float32(-np.inf)
+    # As integers in the order of the floats: a maximum of floats would not vectorise.
+    highest = np.int32(-(2**31))
     for i in range(logits.shape[0]):
-        top = max(top, logits[i])
-    place = 0
-    while place < logits.shape[0] - 1 and logits[place] != top:
-        place += 1
+        highest = np.int32(max(highest, _ordered(np.float32(logits[i]).view(np.int32))))
+    top = np.int32(_ordered(highest)).view(np.float32)
+    place = np.int32(logits.shape[0] - 1)
+    for i in range(logits.shape[0]):
+        if logits[i] == top:
+            place = min(place, np.int32(i))
     total = np.float32(0.0)
     for i in range(logits.shape[0]):
         total += exp32(logits[i] - top)
@@ -131,7 +141,7 @@ def _draft(
     """Drafts of the sequences first .. first + rows - 1, beginning with the last row of each."""
     _, _, qkv_weight, o, gate_up, down, head = matrices
     q_norm, k_norm, cos, sin, pages_k, pages_v = attention
-    width, inner = hidden.shape[1], 2 * down.shape[1]
+    width, inner = hidden.shape[1], LANES * gate_up.shape[0] // 2
     kv_base = LANES * qkv_weight.shape[0] - 2 * pages_k.shape[1] * pages_k.shape[2]
     own_tokens = np.zeros(BLOCK, np.int64)
     at = np.zeros(BLOCK, np.int64)
@@ -148,7 +158,7 @@ def _draft(
     normed = np.zeros((BLOCK, width), np.float32)
     added = np.empty((BLOCK, width), np.float32)
     qkv = np.empty((BLOCK, LANES * qkv_weight.shape[0]), np.float32)
-    mixed = np.zeros((BLOCK, 2 * o.shape[1]), np.float32)
+    mixed = np.zeros((BLOCK, kv_base // 2), np.float32)
     gates = np.empty((BLOCK, 2 * inner), np.float32)
     acted = np.zeros((BLOCK, inner), np.float32)
     logits = np.empty((BLOCK, LANES * head.shape[0]), np.float32)
@@ -219,7 +229,7 @@ def _caught_up(row_start: Any, depths: Any) -> Any:
 
 @parallel_kernel
 def _chain(
-    block: Any,
+    threads: Any,
     tokens: Any,
     hidden: Any,
     row_start: Any,
@@ -239,7 +249,7 @@ def _chain(
     for drafting in range(2):
         # One loop for both: a parallel loop of its own takes three seconds to compile.
         items = sequences if drafting else written.shape[0]
-        size = block if drafting else BLOCK
+        size = min(BLOCK, max(1, (items + threads - 1) // threads))
         for b in prange((items + size - 1) // size):
             if drafting:
                 _draft(
@@ -282,7 +292,7 @@ def draft_chain(weights: ChainWeights) -> Chain:
     """
     w, a = weights, weights.attention
     embed = w.embed.view(torch.uint16).numpy()
-    tiles = (in_tiles(matrix).numpy() for matrix in (w.fc, w.qkv, w.o, w.gate_up, w.down, w.head))
+    tiles = (in_form(matrix).numpy() for matrix in (w.fc, w.qkv, w.o, w.gate_up, w.down, w.head))
     matrices = (embed, *tiles)
     norms = (w.norm_embedding, w.norm_hidden, w.input_norm, w.post_norm, w.norm)
     scales = tuple(norm.numpy() for norm in norms)
@@ -295,7 +305,7 @@ def draft_chain(weights: ChainWeights) -> Chain:
         shape = sequences, max(start.depths.tolist())
         ids, logprobs = np.empty(shape, np.int64), np.empty(shape, np.float32)
         _chain(
-            min(BLOCK, -(-sequences // numba.get_num_threads())),
+            numba.get_num_threads(),
             start.tokens,
             start.hidden.numpy(),
             start.row_start,

@@ -1,7 +1,7 @@
-"""Products of a bfloat16 matrix with one to four rows, in numba.
+"""Products of a bfloat16 matrix with one to eight rows, in numba.
 
-Where the CPU multiplies bfloat16, rows are rounded to it, as nowhere else: a draft's bits decide
-nothing, the target verifies.
+Where the CPU multiplies bytes, matrices and rows are rounded to them, as nowhere else, and where it
+multiplies bfloat16, rows are: a draft's bits decide nothing, the target verifies.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.draft_chain.tile import BFLOAT16, LANES, multiply
+from kernels.draft_chain.tile import BFLOAT16, BYTES, LANES, SUMS, multiply
 from kernels.jit import inline
 
-# Rows that one call of `products` takes: with four the CPU multiplies as fast as it can.
-BLOCK = 4
+# Rows that one call of `products` takes, a power of two: a thread reads its weights from the L3,
+# once for as many rows as there are registers for sums of.
+BLOCK = SUMS
+# The largest of a row of bytes; in a matrix they are stored with 128 more, as unsigned ones.
+_TOP = 127
+# A row that is all zeros is scaled as if this were its largest.
+_SMALLEST = 1e-30
 
 
 def fast(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,6 +45,29 @@ def in_tiles(matrix: Tensor) -> Tensor:
     return pairs.contiguous().view(torch.uint32).squeeze(-1)
 
 
+def in_byte_tiles(matrix: Tensor) -> Tensor:
+    """A copy of [N, K] as `byte_products` reads it, each row rounded to 255 steps of its own.
+
+    Returns [N / LANES, K / 4 + 1, LANES] int32: fours of unsigned bytes, each 128 more than its
+    number, then the float32 scales of the rows. N must be a whole number of LANES and K of fours.
+    """
+    rows, columns = matrix.shape
+    numbers = matrix.float()
+    largest = torch.linalg.vector_norm(numbers, torch.inf, 1, keepdim=True)
+    scales = largest.clamp(min=_SMALLEST) / _TOP
+    stored = numbers.div_(scales).round_().add_(_TOP + 1).to(torch.uint8)
+    fours = stored.reshape(rows // LANES, LANES, columns // 4, 4).transpose(1, 2)
+    words = fours.contiguous().view(torch.int32).squeeze(-1)
+    return torch.cat([words, scales.view(torch.int32).reshape(-1, 1, LANES)], 1)
+
+
+def tile_parts(rows: int, columns: int) -> tuple[tuple[str, int, int], ...]:
+    """What a matrix [N, K] takes as `in_form` copies it: (of which kind, how many, bytes each)."""
+    if BYTES:
+        return ("matrices", rows * columns, 1), ("scales", rows, 4)
+    return (("matrices", rows * columns, 2),)
+
+
 @inline
 def wide(stored: Any) -> Any:
     """A bfloat16, seen as uint16, as a float32."""
@@ -59,6 +87,34 @@ def _rounded(x: Any, rows: Any) -> Any:
 
 
 @fast
+def quantised(x: Any, rows: Any) -> Any:
+    """[BLOCK, K / 4 + 2] int32 of x [BLOCK, K]: fours of signed bytes, in steps of each row's own.
+
+    Behind them the sum of the row's bytes times -128, which takes away what the matrix's bytes are
+    stored with, and the row's float32 scale.
+    """
+    width = x.shape[1]
+    words = np.empty((x.shape[0], width // 4 + 2), np.int32)
+    for r in range(rows):
+        # As integers: a maximum of floats would not vectorise.
+        top = np.float32(_SMALLEST).view(np.uint32)
+        for k in range(width):
+            size = np.uint32(np.float32(x[r, k]).view(np.uint32) & np.uint32(0x7FFFFFFF))
+            top = np.uint32(max(top, size))
+        largest = np.uint32(top).view(np.float32)
+        inverse = np.float32(_TOP) / largest
+        stored = words[r].view(np.int8)
+        total = np.int32(0)
+        for k in range(width):
+            number = np.int32(np.floor(x[r, k] * inverse + np.float32(0.5)))
+            stored[k] = np.int8(number)
+            total = np.int32(total + number)
+        words[r, width // 4] = np.int32(-128) * total
+        words[r, width // 4 + 1] = np.float32(largest / np.float32(_TOP)).view(np.int32)
+    return words
+
+
+@fast
 def _multiply_all(weight: Any, x: Any, rows: Any, out: Any) -> None:
     done = 0
     if rows == 1:
@@ -67,16 +123,19 @@ def _multiply_all(weight: Any, x: Any, rows: Any, out: Any) -> None:
     elif rows == 2:
         while done < weight.shape[0]:
             done += multiply(weight, done, x, 2, out)
-    else:
+    elif rows <= 4:
         while done < weight.shape[0]:
             done += multiply(weight, done, x, 4, out)
+    else:
+        while done < weight.shape[0]:
+            done += multiply(weight, done, x, BLOCK, out)
 
 
 @fast
 def exact_products(weight: Any, x: Any, rows: Any, out: Any) -> None:
     """out [BLOCK, N] = x [BLOCK, K] times weight (see in_tiles) transposed, the first `rows`.
 
-    With three rows the fourth is multiplied too.
+    With three rows the fourth is multiplied too, and with more than four all of them.
     """
     _multiply_all(weight, x, rows, out)
 
@@ -87,4 +146,11 @@ def rounded_products(weight: Any, x: Any, rows: Any, out: Any) -> None:
     _multiply_all(weight, _rounded(x, rows), rows, out)
 
 
-products = rounded_products if BFLOAT16 else exact_products
+@fast
+def byte_products(weight: Any, x: Any, rows: Any, out: Any) -> None:
+    """As exact_products of in_byte_tiles, with x rounded as they are; sums are in int32."""
+    _multiply_all(weight, quantised(x, rows), rows, out)
+
+
+products = byte_products if BYTES else rounded_products if BFLOAT16 else exact_products
+in_form = in_byte_tiles if BYTES else in_tiles

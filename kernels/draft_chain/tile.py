@@ -1,12 +1,14 @@
 """The inner loop of a product as LLVM's instructions: rows of numbers times tiles of a matrix.
 
 numba's own loops sum up along a row and across a register at its end, a quarter of the time; here a
-register holds sums of sixteen rows of the matrix, and pairs of bfloat16 are multiplied as such
-where the CPU can.
+register holds sums of sixteen rows of the matrix, and pairs of bfloat16 or fours of bytes are
+multiplied as such where the CPU can.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numba
@@ -23,8 +25,10 @@ _features = numba.config.CPU_FEATURES
 _features = set((get_host_cpu_features() if _features is None else _features).split(","))
 # Whether the CPU multiplies pairs of bfloat16.
 BFLOAT16 = {"+avx512bf16", "+avx512f"} <= _features
+# Whether it multiplies fours of bytes.
+BYTES = {"+avx512vnni", "+avx512f"} <= _features
 # Vectors of sums at a time: more than the registers hold halves the speed.
-_SUMS = 8 if "+avx512f" in _features else 4
+SUMS = 8 if "+avx512f" in _features else 4
 
 _I32 = ir.IntType(32)
 _WORDS = ir.VectorType(_I32, LANES)
@@ -63,24 +67,63 @@ def _add_exact(builder: Any, total: Any, words: Any, pair: Any) -> Any:
     return total
 
 
+def _add_bytes(builder: Any, total: Any, words: Any, four: Any) -> Any:
+    """total + four unsigned bytes of each word times four signed ones, in int32."""
+    kind = ir.FunctionType(_WORDS, [_WORDS, _WORDS, _WORDS])
+    name = "llvm.x86.avx512.vpdpbusd.512"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(function, [total, words, _everywhere(builder, four)])
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How one kind of numbers is multiplied.
+
+    Attributes:
+        add: (builder, sums, words of the matrix, pointer into x) to sums.
+        step: numbers of x that go with one word.
+        sums: their type.
+        ends: see `multiply`: words behind the numbers in a tile, which are its scales, and in x.
+    """
+
+    add: Callable[..., Any]
+    step: int
+    sums: Any
+    ends: int
+
+
+_FORMS = {
+    types.float32: _Form(_add_exact, 2, _FLOATS, 0),
+    types.uint32: _Form(_add_rounded, 1, _FLOATS, 0),
+    types.int32: _Form(_add_bytes, 1, _WORDS, 1),
+}
+
+
 @intrinsic(prefer_literal=True)
 def multiply(typing_context: Any, weight: Any, first: Any, x: Any, rows: Any, out: Any) -> Any:
     """Put `rows` (a constant) of x times some tiles from `first` on into out; returns how many.
 
     weight [N / LANES, K / 2, LANES] uint32; x [., K] float32 or [., K / 2] uint32; out [., N].
+    Or in bytes, as products.in_byte_tiles and products.quantised leave them: weight [N / LANES,
+    K / 4 + 1, LANES] int32, the last of it float32 scales; x [., K / 4 + 2] int32, the last two of
+    it where sums begin and a float32 scale.
     """
     height = rows.literal_value
-    tiles = _SUMS // height
-    add, step = (_add_rounded, 1) if x.dtype == types.uint32 else (_add_exact, 2)
+    tiles = SUMS // height
+    form = _FORMS[x.dtype]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         weight, x, out = (
             context.make_array(signature.args[i])(context, builder, args[i]) for i in (0, 2, 4)
         )
-        count, pairs, _ = cgutils.unpack_tuple(builder, weight.shape, 3)
+        count, lines, _ = cgutils.unpack_tuple(builder, weight.shape, 3)
         x_width = cgutils.unpack_tuple(builder, x.shape, 2)[1]
         out_width = cgutils.unpack_tuple(builder, out.shape, 2)[1]
-        size = pairs.type
+        size = lines.type
+        words_each = builder.sub(lines, size(form.ends))
+
+        def vector_at(pointer: Any, kind: Any) -> Any:
+            return builder.load(builder.bitcast(pointer, kind.as_pointer()), align=4)
 
         def at(data: Any, row: Any, width: Any, column: Any) -> Any:
             return builder.gep(data, [builder.add(builder.mul(row, width), column)])
@@ -91,29 +134,39 @@ def multiply(typing_context: Any, weight: Any, first: Any, x: Any, rows: Any, ou
             place = builder.add(args[1], size(i))
             # Behind the last tile it is multiplied again, to the same sums.
             places.append(builder.select(builder.icmp_signed("<", place, last), place, last))
-        sums = [
-            [cgutils.alloca_once_value(builder, ir.Constant(_FLOATS, None)) for _ in range(height)]
-            for _ in places
-        ]
-        for vector in (vector for tile in sums for vector in tile):
-            builder.store(ir.Constant(_FLOATS, None), vector)
-        tile_size = builder.mul(pairs, size(LANES))
-        with cgutils.for_range(builder, pairs) as loop:
+        begin = [ir.Constant(form.sums, None)] * height
+        if form.ends:
+            begin = [
+                _everywhere(builder, at(x.data, size(r), x_width, words_each))
+                for r in range(height)
+            ]
+        sums = [[cgutils.alloca_once_value(builder, start) for start in begin] for _ in places]
+        for tile in sums:
+            for vector, start in zip(tile, begin, strict=True):
+                builder.store(start, vector)
+        tile_size = builder.mul(lines, size(LANES))
+        with cgutils.for_range(builder, words_each) as loop:
             column = builder.mul(loop.index, size(LANES))
             held = [
-                at(x.data, size(r), x_width, builder.mul(loop.index, size(step)))
+                at(x.data, size(r), x_width, builder.mul(loop.index, size(form.step)))
                 for r in range(height)
             ]
             for place, tile in zip(places, sums, strict=True):
-                pointer = at(weight.data, place, tile_size, column)
-                words = builder.load(builder.bitcast(pointer, _WORDS.as_pointer()), align=4)
-                for vector, pair in zip(tile, held, strict=True):
-                    builder.store(add(builder, builder.load(vector), words, pair), vector)
+                words = vector_at(at(weight.data, place, tile_size, column), _WORDS)
+                for vector, numbers in zip(tile, held, strict=True):
+                    builder.store(form.add(builder, builder.load(vector), words, numbers), vector)
         for place, tile in zip(places, sums, strict=True):
             for r, vector in enumerate(tile):
+                total = builder.load(vector)
+                if form.ends:
+                    scales = at(weight.data, place, tile_size, builder.mul(words_each, size(LANES)))
+                    scale = at(x.data, size(r), x_width, builder.add(words_each, size(1)))
+                    scale = builder.bitcast(scale, ir.FloatType().as_pointer())
+                    total = builder.fmul(builder.sitofp(total, _FLOATS), vector_at(scales, _FLOATS))
+                    total = builder.fmul(total, _everywhere(builder, scale))
                 pointer = at(out.data, size(r), out_width, builder.mul(place, size(LANES)))
                 pointer = builder.bitcast(pointer, _FLOATS.as_pointer())
-                builder.store(builder.load(vector), pointer, align=4)
+                builder.store(total, pointer, align=4)
         return size(tiles)
 
     return types.intp(weight, types.intp, x, rows, out), generate
