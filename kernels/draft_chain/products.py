@@ -1,4 +1,4 @@
-"""Products of a bfloat16 matrix with one to eight rows, in numba.
+"""Products of a bfloat16 matrix with one to four rows, in numba.
 
 Where the CPU multiplies bytes, matrices and rows are rounded to them, as nowhere else, and where it
 multiplies bfloat16, rows are: a draft's bits decide nothing, the target verifies.
@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.draft_chain.tile import BFLOAT16, BYTES, LANES, SUMS, multiply
+from kernels.draft_chain.tile import BFLOAT16, BYTES, LANES, multiply
 from kernels.jit import inline
 
-# Rows that one call of `products` takes, a power of two: a thread reads its weights from the L3,
-# once for as many rows as there are registers for sums of.
-BLOCK = SUMS
+# Rows that one call of `products` takes: with four the CPU multiplies as fast as it can.
+BLOCK = 4
 # The largest of a row of bytes; in a matrix they are stored with 128 more, as unsigned ones.
 _TOP = 127
 # A row that is all zeros is scaled as if this were its largest.
@@ -123,19 +122,16 @@ def _multiply_all(weight: Any, x: Any, rows: Any, out: Any) -> None:
     elif rows == 2:
         while done < weight.shape[0]:
             done += multiply(weight, done, x, 2, out)
-    elif rows <= 4:
-        while done < weight.shape[0]:
-            done += multiply(weight, done, x, 4, out)
     else:
         while done < weight.shape[0]:
-            done += multiply(weight, done, x, BLOCK, out)
+            done += multiply(weight, done, x, 4, out)
 
 
 @fast
 def exact_products(weight: Any, x: Any, rows: Any, out: Any) -> None:
     """out [BLOCK, N] = x [BLOCK, K] times weight (see in_tiles) transposed, the first `rows`.
 
-    With three rows the fourth is multiplied too, and with more than four all of them.
+    With three rows the fourth is multiplied too.
     """
     _multiply_all(weight, x, rows, out)
 

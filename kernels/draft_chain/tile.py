@@ -28,7 +28,7 @@ BFLOAT16 = {"+avx512bf16", "+avx512f"} <= _features
 # Whether it multiplies fours of bytes.
 BYTES = {"+avx512vnni", "+avx512f"} <= _features
 # Vectors of sums at a time: more than the registers hold halves the speed.
-SUMS = 8 if "+avx512f" in _features else 4
+_SUMS = 8 if "+avx512f" in _features else 4
 
 _I32 = ir.IntType(32)
 _WORDS = ir.VectorType(_I32, LANES)
@@ -109,7 +109,7 @@ def multiply(typing_context: Any, weight: Any, first: Any, x: Any, rows: Any, ou
     it where sums begin and a float32 scale.
     """
     height = rows.literal_value
-    tiles = SUMS // height
+    tiles = _SUMS // height
     form = _FORMS[x.dtype]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
