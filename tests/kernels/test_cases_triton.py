@@ -32,5 +32,7 @@ def test_the_shapes_of_a_card_are_described_without_being_made(folder: str) -> N
     """Making them here would take gigabytes: `cases` itself must allocate nothing large."""
     cases = importlib.import_module(f"kernels.{folder}.cases").cases(CaseSize.CARD, DEVICE)
     assert cases
-    assert all(case.bytes > 0 and case.flops >= 0 and 0 < case.tolerance <= 1e-2 for case in cases)
+    # Drafts may be in bytes: the target verifies them.
+    most = 5e-2 if folder == "draft_chain" else 1e-2
+    assert all(case.bytes > 0 and case.flops >= 0 and 0 < case.tolerance <= most for case in cases)
     assert len({(case.name, case.dtype) for case in cases}) == len(cases)
