@@ -192,10 +192,10 @@ def _chain_matrices(
 
 
 def _tile_parts(rows: int, columns: int) -> tuple[tuple[str, int, int], ...]:
-    """products.tile_parts; as they are stored where numba, which knows the CPU, is missing."""
-    if find_spec("numba") is None:
+    """form.tile_parts; as they are stored where llvmlite, which knows the CPU, is missing."""
+    if find_spec("llvmlite") is None:
         return (("matrices", rows * columns, 2),)
-    from kernels.draft_chain.products import tile_parts
+    from kernels.draft_chain.form import tile_parts
 
     return tile_parts(rows, columns)
 

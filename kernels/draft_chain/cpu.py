@@ -14,8 +14,9 @@ import torch
 from numba import prange
 
 from kernels.attention.cpu import attend_group, write_row
+from kernels.draft_chain.form import BFLOAT16, BYTES
 from kernels.draft_chain.products import BLOCK, fast, in_form, products, wide
-from kernels.draft_chain.tile import BFLOAT16, BYTES, LANES
+from kernels.draft_chain.tile import LANES
 from kernels.draft_chain.types import Chain, ChainStart, ChainWeights, Drafts
 from kernels.jit import exp32, inline, parallel_kernel, sigmoid32
 

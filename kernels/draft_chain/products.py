@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.draft_chain.tile import BFLOAT16, BYTES, LANES, multiply
+from kernels.draft_chain.form import BFLOAT16, BYTES
+from kernels.draft_chain.tile import LANES, multiply
 from kernels.jit import inline
 
 # Rows that one call of `products` takes: with four the CPU multiplies as fast as it can.
@@ -58,13 +59,6 @@ def in_byte_tiles(matrix: Tensor) -> Tensor:
     fours = stored.reshape(rows // LANES, LANES, columns // 4, 4).transpose(1, 2)
     words = fours.contiguous().view(torch.int32).squeeze(-1)
     return torch.cat([words, scales.view(torch.int32).reshape(-1, 1, LANES)], 1)
-
-
-def tile_parts(rows: int, columns: int) -> tuple[tuple[str, int, int], ...]:
-    """What a matrix [N, K] takes as `in_form` copies it: (of which kind, how many, bytes each)."""
-    if BYTES:
-        return ("matrices", rows * columns, 1), ("scales", rows, 4)
-    return (("matrices", rows * columns, 2),)
 
 
 @inline

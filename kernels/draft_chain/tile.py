@@ -11,24 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
+
+from kernels.draft_chain.form import FEATURES
 
 # Rows of the matrix in a tile.
 LANES = 16
 
-_features = numba.config.CPU_FEATURES
-_features = set((get_host_cpu_features() if _features is None else _features).split(","))
-# Whether the CPU multiplies pairs of bfloat16.
-BFLOAT16 = {"+avx512bf16", "+avx512f"} <= _features
-# Whether it multiplies fours of bytes.
-BYTES = {"+avx512vnni", "+avx512f"} <= _features
 # Vectors of sums at a time: more than the registers hold halves the speed.
-_SUMS = 8 if "+avx512f" in _features else 4
+_SUMS = 8 if "+avx512f" in FEATURES else 4
 
 _I32 = ir.IntType(32)
 _WORDS = ir.VectorType(_I32, LANES)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels.cases import relative_error
 from kernels.draft_chain import cpu, naive
+from kernels.draft_chain.form import BFLOAT16, BYTES, tile_parts
 from kernels.draft_chain.products import (
     BLOCK,
     byte_products,
@@ -28,9 +29,8 @@ from kernels.draft_chain.products import (
     in_tiles,
     quantised,
     rounded_products,
-    tile_parts,
 )
-from kernels.draft_chain.tile import BFLOAT16, BYTES, LANES
+from kernels.draft_chain.tile import LANES
 from kernels.draft_chain.types import ChainStart, ChainWeights
 from tests.kernels.scenes import attention_params, kv_pages
 from tests.processes import run_python
