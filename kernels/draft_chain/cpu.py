@@ -14,11 +14,11 @@ import torch
 from numba import prange
 
 from kernels.attention.cpu import attend_group, write_row
-from kernels.draft_chain.form import BFLOAT16, BYTES
+from kernels.cpu_features import BFLOAT16, BYTES
 from kernels.draft_chain.products import BLOCK, fast, in_form, products, wide
-from kernels.draft_chain.tile import LANES
 from kernels.draft_chain.types import Chain, ChainStart, ChainWeights, Drafts
 from kernels.jit import exp32, inline, parallel_kernel, sigmoid32
+from kernels.tiles import LANES
 
 # How far from the truth it may be, as a share of its length: every product rounds its matrix and
 # its rows to 255 steps, or its rows to bfloat16.

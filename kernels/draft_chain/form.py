@@ -1,29 +1,8 @@
-"""How the drafter's matrices are stored on this CPU. Plans ask too: no numba and no torch here.
-
-numba compiles for the same features; see its get_host_cpu_features.
-"""
+"""How the drafter's matrices are stored on this CPU. Plans ask too: no numba and no torch here."""
 
 from __future__ import annotations
 
-import os
-
-from llvmlite.binding import get_host_cpu_features
-
-
-def _features() -> set[str]:
-    """What numba compiles for: its own variable's list, or all that the CPU has."""
-    asked = os.environ.get("NUMBA_CPU_FEATURES")
-    found = set((get_host_cpu_features().flatten() if asked is None else asked).split(","))
-    if os.environ.get("NUMBA_ENABLE_AVX") == "0":
-        return {feature for feature in found if not feature.startswith("+avx")}
-    return found
-
-
-FEATURES = _features()
-# Whether the CPU multiplies pairs of bfloat16.
-BFLOAT16 = {"+avx512bf16", "+avx512f"} <= FEATURES
-# Whether it multiplies fours of bytes.
-BYTES = {"+avx512vnni", "+avx512f"} <= FEATURES
+from kernels.cpu_features import BYTES
 
 
 def tile_parts(rows: int, columns: int) -> tuple[tuple[str, int, int], ...]:

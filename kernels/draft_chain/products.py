@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.draft_chain.form import BFLOAT16, BYTES
-from kernels.draft_chain.tile import LANES, multiply
+from kernels.cpu_features import BFLOAT16, BYTES
+from kernels.draft_chain.tile import multiply
 from kernels.jit import inline
+from kernels.tiles import LANES, in_tiles
 
 # Rows that one call of `products` takes: with four the CPU multiplies as fast as it can.
 BLOCK = 4
@@ -33,16 +34,6 @@ def fast(function: Callable[..., Any]) -> Callable[..., Any]:
         cache=True, error_model="numpy", fastmath=flags, inline="never"
     )(function)
     return compiled
-
-
-def in_tiles(matrix: Tensor) -> Tensor:
-    """A copy of [N, K] bfloat16 as `products` reads it: [N / LANES, K / 2, LANES] of column pairs.
-
-    N must be a whole number of LANES and K even.
-    """
-    rows, columns = matrix.shape
-    pairs = matrix.reshape(rows // LANES, LANES, columns // 2, 2).transpose(1, 2)
-    return pairs.contiguous().view(torch.uint32).squeeze(-1)
 
 
 def in_byte_tiles(matrix: Tensor) -> Tensor:

@@ -16,10 +16,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.draft_chain.form import FEATURES
-
-# Rows of the matrix in a tile.
-LANES = 16
+from kernels.cpu_features import FEATURES
+from kernels.tiles import LANES
 
 # Vectors of sums at a time: more than the registers hold halves the speed.
 _SUMS = 8 if "+avx512f" in FEATURES else 4

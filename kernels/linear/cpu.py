@@ -1,7 +1,8 @@
 """Packed linears for a CPU whose rows are bitwise the same at every batch size.
 
-fp16 weights with float32 sums (FBGEMM) where the checkpoint's numbers are exact in fp16, if need be
-after scaling by a power of two; packed float32 (oneDNN) elsewhere. Timings in docs/performance.md.
+Bfloat16 weights in tiles where the CPU multiplies tiles (amx.py); fp16 weights with float32 sums
+(FBGEMM) where the checkpoint's numbers are exact in fp16, if need be after scaling by a power of
+two; packed float32 (oneDNN) elsewhere. Timings in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from kernels.linear import amx
 
 _FP16_MAX = 65504.0
 # The overloads themselves: through the packet every call costs 5 us more.
@@ -88,11 +91,13 @@ def fp16_rows_vary() -> bool:
     return any(not torch.equal(linear(rows[:m]), whole[:m]) for m in range(1, 24))
 
 
-def pack(weight: Tensor, pad: bool) -> Fp16Linear | Float32Linear:
-    """Pack weight [N, K] (any float dtype) in the smallest exact form.
+def pack(weight: Tensor, pad: bool) -> amx.TileLinear | Fp16Linear | Float32Linear:
+    """Pack weight [N, K] (any float dtype) in the smallest exact form, of two the faster.
 
     `pad` comes from fp16_rows_vary(), asked once per process.
     """
+    if amx.fits(weight) and amx.usable():
+        return amx.pack(weight)
     full = weight.float()
     scale = fp16_scale(full) if weight.dtype != torch.float32 else None
     if scale is not None:

@@ -25,7 +25,7 @@ from engine.reserve.preflight import Preflight
 from engine.reserve.ssm_reserve import SpeculationPolicy, SsmRollbackMode
 from engine.weights.headers import tensor_headers
 from engine.weights.model_config import parse_config
-from kernels.draft_chain.form import BYTES
+from kernels.cpu_features import BYTES
 from tests.engine.tiny_weights import Tensors, text_config, write_shards
 
 TINY = Path(__file__).resolve().parents[2] / "spark_server" / "assets" / "spark-tiny"

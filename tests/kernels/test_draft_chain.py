@@ -18,20 +18,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.cases import relative_error
+from kernels.cpu_features import BFLOAT16, BYTES
 from kernels.draft_chain import cpu, naive
-from kernels.draft_chain.form import BFLOAT16, BYTES, tile_parts
+from kernels.draft_chain.form import tile_parts
 from kernels.draft_chain.products import (
     BLOCK,
     byte_products,
     exact_products,
     in_byte_tiles,
     in_form,
-    in_tiles,
     quantised,
     rounded_products,
 )
-from kernels.draft_chain.tile import LANES
 from kernels.draft_chain.types import ChainStart, ChainWeights
+from kernels.tiles import LANES, in_tiles
 from tests.kernels.scenes import attention_params, kv_pages
 from tests.processes import run_python
 
