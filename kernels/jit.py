@@ -13,6 +13,8 @@ import numba
 import numpy as np
 from torch import Tensor
 
+from kernels.lanes import NARROW, load16, plus_product, sum_in_order, zeros16
+
 # workqueue costs twice as much beside torch's own threads; libgomp is there wherever torch is.
 numba.config.THREADING_LAYER = "omp"
 
@@ -83,20 +85,15 @@ def sigmoid32(x: Any) -> Any:
     return _ONE / (_ONE + exp32(-x))
 
 
-LANES = 16
-
-
 @inline
 def sum_of_squares(x: Any) -> Any:
-    """Sum of x[i]^2 in 16 lanes, so that it vectorises in one fixed order."""
-    lanes = np.zeros(LANES, np.float32)
-    whole = (x.shape[0] // LANES) * LANES
-    for base in range(0, whole, LANES):
-        for lane in range(LANES):
-            lanes[lane] += x[base + lane] * x[base + lane]
-    total = np.float32(0.0)
-    for lane in range(LANES):
-        total += lanes[lane]
+    """Sum of x[i]^2 of a contiguous row in 16 lanes, so that it vectorises in one fixed order."""
+    lanes = zeros16()
+    whole = (x.shape[0] // NARROW) * NARROW
+    for base in range(0, whole, NARROW):
+        part = load16(x, base)
+        lanes = plus_product(lanes, part, part)
+    total = sum_in_order(lanes)
     for i in range(whole, x.shape[0]):
         total += x[i] * x[i]
     return total

@@ -119,6 +119,16 @@ def minus(typing: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
+def plus(typing: Any, a: Any, b: Any) -> Any:
+    """a + b."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fadd(*args, flags=_CONTRACT)
+
+    return a(a, b), code
+
+
+@intrinsic
 def scaled(typing: Any, a: Any, factor: Any) -> Any:
     """a * factor, a float32."""
 
@@ -227,3 +237,92 @@ def join_columns(
         return context.get_dummy_value()
 
     return types.void(source, source_at, stride, target, target_at), code
+
+
+@intrinsic
+def larger(typing: Any, a: Any, b: Any) -> Any:
+    """The larger of each pair; b where one is no number."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", *args), *args)
+
+    return a(a, b), code
+
+
+@intrinsic
+def largest(typing: Any, lanes: Any) -> Any:
+    """The largest lane, of those that are numbers."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.FloatType(), [context.get_value_type(lanes)])
+        name = f"llvm.vector.reduce.fmax.v{lanes.width}f32"
+        reduce = cgutils.get_or_insert_function(builder.module, kind, name)
+        return builder.call(reduce, args)
+
+    return types.float32(lanes), code
+
+
+@intrinsic(prefer_literal=True)
+def add_products(
+    typing: Any,
+    left: Any,
+    left_at: Any,
+    left_stride: Any,
+    rows: Any,
+    right: Any,
+    right_at: Any,
+    right_stride: Any,
+    steps: Any,
+    out: Any,
+    out_at: Any,
+    out_stride: Any,
+    lanes: Any,
+) -> Any:
+    """out[r, j] += left[r, i] * right[i, j] for r < rows, j < lanes (constants) and i in order.
+
+    Each matrix is an array, the flat place where it begins, and from row to row its stride.
+    """
+    vector = ir.VectorType(ir.FloatType(), lanes.literal_value)
+    height = rows.literal_value
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        left_kind, right_kind, out_kind = (signature.args[i] for i in (0, 4, 8))
+
+        def place(at: int, row: Any) -> Any:
+            """Where a row of the matrix whose first number is at args[at] begins."""
+            return builder.add(args[at], builder.mul(row, args[at + 1]))
+
+        def vector_at(kind: Any, array: Any, index: Any) -> Any:
+            return builder.bitcast(
+                _address(context, builder, kind, array, index), vector.as_pointer()
+            )
+
+        size = args[1].type
+        targets = [vector_at(out_kind, args[8], place(9, size(r))) for r in range(height)]
+        sums = [
+            cgutils.alloca_once_value(builder, builder.load(target, align=_FLOAT_BYTES))
+            for target in targets
+        ]
+        with cgutils.for_range(builder, args[7]) as loop:
+            numbers = builder.load(
+                vector_at(right_kind, args[4], place(5, loop.index)), align=_FLOAT_BYTES
+            )
+            for r, total in enumerate(sums):
+                index = builder.add(place(1, size(r)), loop.index)
+                number = builder.load(
+                    _address(context, builder, left_kind, args[0], index), align=_FLOAT_BYTES
+                )
+                product = builder.fmul(
+                    _splat(builder, number, vector.count), numbers, flags=_CONTRACT
+                )
+                fused = builder.fadd(builder.load(total), product, flags=_CONTRACT)
+                builder.store(fused, total)
+        for target, total in zip(targets, sums, strict=True):
+            builder.store(builder.load(total), target, align=_FLOAT_BYTES)
+        return context.get_dummy_value()
+
+    whole = types.intp
+    signature = types.void(
+        left, whole, whole, rows, right, whole, whole, whole, out, whole, whole, lanes
+    )
+    return signature, code

@@ -10,13 +10,26 @@ from torch import Tensor
 
 from kernels.attention.types import AttentionParams, KvPages
 from kernels.batch import RaggedBatch
-from kernels.jit import exp32, host, inline, parallel_kernel, sigmoid32, sum_of_squares
+from kernels.cpu_features import FEATURES
+from kernels.jit import exp32, host, inner, parallel_kernel, sigmoid32, sum_of_squares
+from kernels.lanes import (
+    NARROW,
+    add_products,
+    larger,
+    largest,
+    load16,
+    plus,
+    sum_in_order,
+    zeros16,
+)
 
+# Columns at a time: with sums of two heads the registers are full, and none waits for another.
+_LANES = 64 if "+avx512f" in FEATURES else 32
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 
 
-@inline
+@inner
 def _norm_rope(source: Any, scale: Any, cos: Any, sin: Any, eps: Any, out: Any) -> None:
     """out [hd] = RoPE of the norm of source [hd]; cos, sin [half] of its position."""
     width = source.shape[0]
@@ -31,7 +44,7 @@ def _norm_rope(source: Any, scale: Any, cos: Any, sin: Any, eps: Any, out: Any) 
         out[half + i] = second * cos[i] + first * sin[i]
 
 
-@inline
+@inner
 def write_row(
     kv: Any,
     k_norm: Any,
@@ -58,7 +71,74 @@ def write_row(
             pages_v[block, g, offset, i] = kv[base + i]
 
 
-@inline
+@inner
+def _add_all(
+    left: Any,
+    left_at: Any,
+    heads: Any,
+    stride: Any,
+    right: Any,
+    right_at: Any,
+    steps: Any,
+    out: Any,
+    out_at: Any,
+    out_stride: Any,
+    width: Any,
+) -> None:
+    """out [heads, width] += left [heads, steps] times right [steps, width], in order of steps.
+
+    Flat places and strides as in add_products; a row of right is `width` numbers.
+    """
+    wide, narrow = width // _LANES * _LANES, width // NARROW * NARROW
+    pairs = heads // 2 * 2
+    for head in range(0, pairs, 2):
+        a, c = left_at + head * stride, out_at + head * out_stride
+        for j in range(0, wide, _LANES):
+            b = right_at + j
+            add_products(left, a, stride, 2, right, b, width, steps, out, c + j, out_stride, _LANES)
+    for head in range(heads):
+        a, c = left_at + head * stride, out_at + head * out_stride
+        if head >= pairs:
+            for j in range(0, wide, _LANES):
+                b = right_at + j
+                add_products(left, a, 0, 1, right, b, width, steps, out, c + j, 0, _LANES)
+        for j in range(wide, narrow, NARROW):
+            b = right_at + j
+            add_products(left, a, 0, 1, right, b, width, steps, out, c + j, 0, NARROW)
+        for j in range(narrow, width):
+            b = right_at + j
+            add_products(left, a, 0, 1, right, b, width, steps, out, c + j, 0, 1)
+
+
+@inner
+def _softmax(scores: Any, begin: Any, first: Any, last: Any, end: Any) -> Any:
+    """scores[first:last] become exp(score - the largest), the others 0; returns their sum.
+
+    Only begin .. end is looked at, which is a whole number of NARROW.
+    """
+    for j in range(begin, first):
+        scores[j] = -np.float32(np.inf)
+    for j in range(last, end):
+        scores[j] = -np.float32(np.inf)
+    top = load16(scores, begin)
+    for j in range(begin + NARROW, end, NARROW):
+        top = larger(top, load16(scores, j))
+    best = largest(top)
+    # A slice, as a loop from one bound to another is not compiled to vectors.
+    visible = scores[first:last]
+    for j in range(visible.shape[0]):
+        visible[j] = exp32(visible[j] - best)
+    for j in range(begin, first):
+        scores[j] = _ZERO
+    for j in range(last, end):
+        scores[j] = _ZERO
+    total = zeros16()
+    for j in range(begin, end, NARROW):
+        total = plus(total, load16(scores, j))
+    return sum_in_order(total)
+
+
+@inner
 def attend_group(
     qkv: Any,
     g: Any,
@@ -78,79 +158,39 @@ def attend_group(
     heads = out.shape[0] // width
     group = heads // kv_heads
     root = _ONE / np.sqrt(np.float32(width))
-    # Four keys, then four values, are added at a time, in the same order as one by one: sums are
-    # loaded and stored a fourth as often.
-    fours = width // 4 * 4
     keys = position + 1
-    blocks = (keys + page - 1) // page
-    first_block = oldest // page
-    query = np.empty(width, np.float32)
-    scores = np.empty((blocks, page), np.float32)
-    mixed = np.empty(width, np.float32)
-    sums = np.empty(page, np.float32)
+    first_block, blocks = oldest // page, (keys + page - 1) // page
+    span = (blocks - first_block) * page
+    before = first_block * page
+    query = np.empty((group, width), np.float32)
+    mixed = np.zeros((group, width), np.float32)
+    scores = np.zeros((group, span), np.float32)
     for member in range(group):
-        head = g * group + member
-        _norm_rope(
-            qkv[head * width : (head + 1) * width],
-            q_norm,
-            cos[position],
-            sin[position],
-            eps,
-            query,
-        )
-        best = np.float32(-np.inf)
-        for b in range(first_block, blocks):
-            tile = pages_k[table[b], g]
-            score = scores[b]
-            for j in range(page):
-                score[j] = _ZERO
-            for i in range(0, fours, 4):
-                w0, w1 = query[i] * root, query[i + 1] * root
-                w2, w3 = query[i + 2] * root, query[i + 3] * root
-                k0, k1, k2, k3 = tile[i], tile[i + 1], tile[i + 2], tile[i + 3]
-                for j in range(page):
-                    score[j] = score[j] + w0 * k0[j] + w1 * k1[j] + w2 * k2[j] + w3 * k3[j]
-            for i in range(fours, width):
-                weight = query[i] * root
-                key = tile[i]
-                for j in range(page):
-                    score[j] += weight * key[j]
-            seen = min(page, keys - b * page)
-            for j in range(max(0, oldest - b * page), seen):
-                best = max(best, score[j])
-        for j in range(page):
-            sums[j] = _ZERO
+        base = (g * group + member) * width
+        turned = query[member]
+        _norm_rope(qkv[base : base + width], q_norm, cos[position], sin[position], eps, turned)
         for i in range(width):
-            mixed[i] = _ZERO
-        for b in range(first_block, blocks):
-            tile_v = pages_v[table[b], g]
-            score = scores[b]
-            seen = min(page, keys - b * page)
-            skipped = max(0, oldest - b * page)
-            # Slices, as a loop from one bound to another is not compiled to vectors.
-            visible, total_of = score[skipped:seen], sums[skipped:seen]
-            for j in range(visible.shape[0]):
-                visible[j] = exp32(visible[j] - best)
-                total_of[j] += visible[j]
-            whole = skipped + max(0, seen - skipped) // 4 * 4
-            for j in range(skipped, whole, 4):
-                w0, w1, w2, w3 = score[j], score[j + 1], score[j + 2], score[j + 3]
-                v0, v1, v2, v3 = tile_v[j], tile_v[j + 1], tile_v[j + 2], tile_v[j + 3]
-                for i in range(width):
-                    mixed[i] = mixed[i] + w0 * v0[i] + w1 * v1[i] + w2 * v2[i] + w3 * v3[i]
-            for j in range(whole, seen):
-                weight = score[j]
-                value = tile_v[j]
-                for i in range(width):
-                    mixed[i] += weight * value[i]
-        total = _ZERO
-        for j in range(page):
-            total += sums[j]
-        inverse = _ONE / total
-        base = head * width
+            turned[i] *= root
+    for b in range(first_block, blocks):
+        tile = (table[b] * kv_heads + g) * width * page
+        at = b * page - before
+        _add_all(query, 0, group, width, pages_k, tile, width, scores, at, span, page)
+    totals = np.empty(group, np.float32)
+    for member in range(group):
+        totals[member] = _softmax(scores[member], 0, oldest - before, keys - before, span)
+    for b in range(first_block, blocks):
+        skipped = max(0, oldest - b * page)
+        seen = min(page, keys - b * page)
+        # What lies behind the last key is never multiplied: it need not be a number.
+        tile = ((table[b] * kv_heads + g) * page + skipped) * width
+        at = b * page - before + skipped
+        _add_all(scores, at, group, span, pages_v, tile, seen - skipped, mixed, 0, width, width)
+    for member in range(group):
+        base = (g * group + member) * width
         gate_base = heads * width + base
+        inverse = _ONE / totals[member]
         for i in range(width):
-            out[base + i] = mixed[i] * inverse * sigmoid32(qkv[gate_base + i])
+            out[base + i] = mixed[member, i] * inverse * sigmoid32(qkv[gate_base + i])
 
 
 @parallel_kernel

@@ -36,9 +36,10 @@ def _form(device: torch.device) -> tuple[str, Callable[[ChainWeights], Chain], f
     """(name, how a chain is made, tolerance, bytes of a number in a matrix)."""
     if device.type != "cpu" or find_spec("numba") is None:
         return "naive", partial(partial, naive.draft_chain), 1e-5, 2
-    from kernels.draft_chain import cpu, form
+    from kernels.cpu_features import BYTES
+    from kernels.draft_chain import cpu
 
-    return "cpu", cpu.draft_chain, cpu.TOLERANCE, 1 if form.BYTES else 2
+    return "cpu", cpu.draft_chain, cpu.TOLERANCE, 1 if BYTES else 2
 
 
 def _case(

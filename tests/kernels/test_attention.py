@@ -15,7 +15,9 @@ def qkv_rows(heads: int, kv_heads: int, width: int, rows: int) -> torch.Tensor:
     return torch.randn(rows, (2 * heads + 2 * kv_heads) * width, generator=g)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 64), (2, 2, 32), (3, 1, 16)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width"), [(4, 2, 64), (2, 2, 32), (3, 1, 16), (3, 1, 84)]
+)
 @pytest.mark.parametrize(
     "rows",
     [

@@ -12,11 +12,15 @@ from kernels.lanes import (
     COLUMNS,
     NARROW,
     WIDE,
+    add_products,
     copy,
     join_columns,
+    larger,
+    largest,
     load16,
     load32,
     minus,
+    plus,
     plus_product,
     plus_scaled,
     scaled,
@@ -88,3 +92,37 @@ def test_columns_become_rows_and_columns_again() -> None:
     np.testing.assert_array_equal(rows[:, 1 : 1 + NARROW], x[2:].reshape(NARROW, COLUMNS).T)
     np.testing.assert_array_equal(back, x[2:])
     np.testing.assert_array_equal(part, [0, x[5], x[6], 0])
+
+
+@inline
+def _products(left: Any, right: Any, out: Any) -> None:
+    """Rows 1 and 2 of left times all of right, onto rows 0 and 2 of out from column 3 on."""
+    add_products(left, 5, 5, 2, right, 1, 40, 5, out, 3, 2 * 40, WIDE)
+    add_products(left, 0, 0, 1, right, 1, 40, 5, out, 40, 0, NARROW)
+
+
+def test_products_of_several_rows_are_added_at_flat_places() -> None:
+    left, right = normal(15).reshape(3, 5), normal(5 * 40).reshape(5, 40)
+    out = np.ones((3, 40), np.float32)
+    _products(left, right, out)
+    want = np.ones((3, 40), np.float32)
+    want[[0, 2], 3 : 3 + WIDE] += left[1:] @ right[:, 1 : 1 + WIDE]
+    want[1, :NARROW] += left[0] @ right[:, 1 : 1 + NARROW]
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
+
+
+@inline
+def _extremes(x: Any, out: Any) -> Any:
+    store(out, 0, larger(load16(x, 0), load16(x, NARROW)))
+    store(out, NARROW, plus(load16(x, 0), load16(x, NARROW)))
+    return largest(load16(x, 0))
+
+
+def test_larger_and_largest() -> None:
+    x, out = normal(2 * NARROW), np.empty(2 * NARROW, np.float32)
+    assert _extremes(x, out) == x[:NARROW].max()
+    np.testing.assert_array_equal(out[:NARROW], np.maximum(x[:NARROW], x[NARROW:]))
+    np.testing.assert_array_equal(out[NARROW:], x[:NARROW] + x[NARROW:])
+    x[4] = np.nan
+    assert _extremes(x, out) == np.nanmax(x[:NARROW])
+    assert out[4] == x[NARROW + 4]
