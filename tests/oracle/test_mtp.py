@@ -107,11 +107,13 @@ def test_a_pause_costs_context_and_nothing_else(oracle: Oracle, model: HybridMod
     model.draft([rows(1, 0, 30, 0, engaged=True)], hidden)
     for start in range(30, 70, 10):
         model.draft([rows(1, start, start + 10, start, engaged=False)], hidden)
+    slots = np.array([1])
     for position in range(70, 80):
-        plain = PlainRows(
-            np.array([1]), np.array([position]), np.array([position]), [ids[position + 1]]
-        )
-        model.remember(plain, hidden)
+        # A row of many, then steps of rows that are all meant and may wait for each other.
+        one = position < 72
+        at, behind = np.array([position]), [ids[position + 1]]
+        plain = PlainRows(slots, at, at if one else None, behind)
+        model.remember(plain, hidden if one else hidden[position : position + 1])
     assert model.draft([rows(1, 80, 90, 80, engaged=True)], hidden) == want
     model.draft([rows(2, 0, 80, 0, engaged=False)], hidden)
     model.move_slot(2, 1)
