@@ -120,12 +120,19 @@ class SelfTest:
             yield OperatorResult("draft_chain", forms["draft_chain"], error, 2 * ROUNDED)
 
     def rows(self) -> Iterator[RowsResult]:
-        """Rows alone and among others: products of both kinds of weights, and both mixers."""
+        """Rows alone and among others: every form of product, and both mixers."""
+        seen = set()
         for name, weight in (
+            ("linear bfloat16", self._random(2 * INNER, WIDTH).bfloat16()),
+            # A size that is no whole number of anybody's tiles.
             ("linear bfloat16", self._random(VOCAB, WIDTH).bfloat16()),
             ("linear float32", self._random(VOCAB, WIDTH)),
         ):
-            yield self._linear_rows(name, self._ops.pack_linear(weight.to(self._device)))
+            linear = self._ops.pack_linear(weight.to(self._device))
+            kind = f"{name} ({getattr(linear, 'form', '?')})"
+            if kind not in seen:
+                seen.add(kind)
+                yield self._linear_rows(kind, linear)
         yield self._mixer_rows("gdn", self._gdn_alone)
         yield self._mixer_rows("attention", self._attention_alone)
 
@@ -133,7 +140,7 @@ class SelfTest:
         x, y = self._activations(7, WIDTH), self._activations(7, WIDTH)
         scale, other = (1 + 0.1 * self._random(WIDTH) for _ in range(2))
         wide = self._activations(5, 2 * INNER)
-        weight = self._random(VOCAB, WIDTH).bfloat16()
+        weights = [self._random(size, WIDTH).bfloat16() for size in (VOCAB, 2 * INNER)]
         logits = self._random(6, VOCAB).float() * 3
         params, state, proj = self._gdn()
         attention, pages, qkv = self._attention()
@@ -170,7 +177,7 @@ class SelfTest:
             return [own]
 
         return {
-            "linear": lambda ops: [ops.pack_linear(weight)(x)],
+            "linear": lambda ops: [ops.pack_linear(weight)(x) for weight in weights],
             "rms_norm": norms,
             "silu_mul": lambda ops: [ops.silu_mul(wide)],
             "gdn": gdn,
@@ -184,7 +191,7 @@ class SelfTest:
         x = self._activations(MOST_ROWS, WIDTH)
         whole = linear(x)
         wrong = tuple(f"{n} rows" for n in COUNTS if not torch.equal(linear(x[:n]), whole[:n]))
-        return RowsResult(f"{name} ({getattr(linear, 'form', '?')})", wrong)
+        return RowsResult(name, wrong)
 
     def _mixer_rows(self, name: str, run: Callable[[list[Rows]], list[Tensor]]) -> RowsResult:
         """Decode rows of many sequences against each alone, and a verify against plain steps."""

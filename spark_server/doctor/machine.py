@@ -112,7 +112,7 @@ def processor() -> Iterator[Check]:
     import torch
 
     isa = torch.backends.cpu.get_cpu_capability()
-    found = f"{platform.machine()}, {isa}"
+    found = f"{platform.machine()}, {isa}{_tiles()}"
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         yield warn(
             "processor",
@@ -123,6 +123,15 @@ def processor() -> Iterator[Check]:
         yield warn("processor", f"{found}: no vectors", "use a processor with AVX2 or newer")
     else:
         yield ok("processor", found)
+
+
+def _tiles() -> str:
+    """Whether matrix registers are used; without numba nothing here would use them."""
+    if importlib.util.find_spec("numba") is None:
+        return ""
+    from kernels.linear.amx import usable
+
+    return ", AMX" if usable() else ""
 
 
 def memory(reserve: int | None = None) -> Iterator[Check]:
