@@ -15,7 +15,12 @@ from engine.reserve import graphs as g
 from engine.reserve import terms as t
 from engine.reserve import verify_terms as v
 from engine.reserve.ledger import LedgerTerm, MemoryLedger
-from engine.reserve.parameters import ResidentPart, element_bytes, uses_cpu_kernels
+from engine.reserve.parameters import (
+    ResidentPart,
+    element_bytes,
+    product_scratch_bytes,
+    uses_cpu_kernels,
+)
 from engine.reserve.preflight import ReserveCase
 from engine.reserve.ssm_reserve import (
     SpeculationPolicy,
@@ -192,7 +197,14 @@ def _activations(n: _Numbers, term: LedgerTerm) -> _Pair:
     )
     rows = f"({n.config.max_prefill_tokens} + {_rows(n)})"
     tables = f"{n.batch} * {t.blocks_per_sequence(n.config)} * 8"
-    return words, f"{rows} * {t.widest_row(n.model)} * {FLOAT32_BYTES} + {tables}"
+    numbers = f"{rows} * {t.widest_row(n.model)} * {FLOAT32_BYTES} + {tables}"
+    count = n.config.max_prefill_tokens + n.batch + min(n.batch * n.drafts, t.VERIFY_ROWS)
+    pieces = product_scratch_bytes(count, t.widest_input(n.model), n.config)
+    if pieces:
+        words += " + rows in whole tiles x the widest input x 6 bytes, for three pieces of bfloat16"
+        whole = -(-count // 16) * 16
+        numbers += f" + {whole} * {pieces // (6 * whole)} * 6"
+    return words, numbers
 
 
 def _scratch(n: _Numbers, term: LedgerTerm) -> _Pair:

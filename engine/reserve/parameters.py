@@ -200,6 +200,15 @@ def _tile_parts(rows: int, columns: int) -> tuple[tuple[str, int, int], ...]:
     return tile_parts(rows, columns)
 
 
+def product_scratch_bytes(rows: int, columns: int, config: EngineConfig) -> int:
+    """linear.form.scratch_bytes of the packed products, 0 where others run."""
+    if not uses_cpu_kernels(config) or find_spec("llvmlite") is None:
+        return 0
+    from kernels.linear.form import scratch_bytes
+
+    return scratch_bytes(rows, columns)
+
+
 def in_chain_tiles(model: ModelConfig) -> bool:
     """Whether every matrix of a drafter is a whole number of kernels.draft_chain's tiles of 16."""
     sizes = (model.hidden_size, model.intermediate_size, model.vocab_size, model.head_dim)

@@ -9,7 +9,11 @@ from engine.errors import InvariantError
 from engine.pools.shapes import FLOAT32_BYTES, kv_pool_shapes, state_pool_shapes
 from engine.reserve.graphs import graph_terms
 from engine.reserve.ledger import LedgerTerm, TermKind
-from engine.reserve.parameters import element_bytes, uses_cpu_kernels
+from engine.reserve.parameters import (
+    element_bytes,
+    product_scratch_bytes,
+    uses_cpu_kernels,
+)
 from engine.reserve.ssm_reserve import ssm_blob, ssm_h_prefill_stage_bytes
 from engine.weights.model_config import LayerKind, ModelConfig
 
@@ -250,12 +254,27 @@ def _activations(model: ModelConfig, config: EngineConfig, speculation: Speculat
     rows = config.max_prefill_tokens + decode_rows(config, speculation)
     width = widest_row(model)
     tables = config.max_batch_size * blocks_per_sequence(config) * 8
+    pieces = product_scratch_bytes(rows, widest_input(model), config)
     return LedgerTerm(
         ACTIVATIONS,
-        rows * width * FLOAT32_BYTES + tables,
+        rows * width * FLOAT32_BYTES + pieces + tables,
         TermKind.ESTIMATE,
-        f"{rows} rows of {width} numbers in float32, and block tables",
+        f"{rows} rows of {width} numbers in float32, "
+        f"{'their pieces in bfloat16, ' if pieces else ''}and block tables",
     )
+
+
+def widest_input(model: ModelConfig) -> int:
+    """Numbers of a row that some matrix of a layer multiplies; the drafter's first takes two."""
+    mixers = {
+        LayerKind.LINEAR: model.value_dim,
+        LayerKind.FULL: model.num_attention_heads * model.head_dim,
+    }
+    mlp = model.intermediate_size
+    if model.num_experts:
+        mlp = max(model.moe_intermediate_size, model.shared_expert_intermediate_size)
+    both = 2 * model.hidden_size
+    return max([both, mlp, *(mixers[kind] for kind in set(model.layer_kinds))])
 
 
 def widest_row(model: ModelConfig) -> int:

@@ -28,14 +28,11 @@ from torch import Tensor
 
 from kernels.cpu_features import TILES
 from kernels.jit import host, inline, parallel_kernel
+from kernels.linear.form import COLUMNS, PIECES, ROWS, pieces_shape
 from kernels.tiles import LANES, in_tiles
 
-# Bfloat16 that a number is the sum of.
-PIECES = 3
-# A tile register: rows, and columns in bfloat16.
-_ROWS, _COLUMNS = 16, 32
 _ROW_BYTES = 64
-_TILE_BYTES = _ROWS * _ROW_BYTES
+_TILE_BYTES = ROWS * _ROW_BYTES
 # Blocks of rows, and tiles of the matrix, that are multiplied at a time. Four registers hold sums,
 # two rows, two the matrix.
 _HEIGHT, _WIDTH = 2, 2
@@ -65,7 +62,7 @@ def usable() -> bool:
 def fits(weight: Tensor) -> bool:
     """Whether weight [N, K] is bfloat16 in whole tiles."""
     rows, columns = weight.shape
-    return weight.dtype == torch.bfloat16 and rows % LANES == 0 and columns % _COLUMNS == 0
+    return weight.dtype == torch.bfloat16 and rows % LANES == 0 and columns % COLUMNS == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +80,7 @@ class TileLinear:
         if not rows:
             return out
         # As torch.empty, since that begins at a line of the cache, which rows of tiles must do too.
-        pieces = torch.empty(
-            -(-rows // _ROWS), columns // _COLUMNS, PIECES, _ROWS, _COLUMNS, dtype=torch.int16
-        )
+        pieces = torch.empty(pieces_shape(rows, columns), dtype=torch.int16)
         _linear(
             x.contiguous().numpy(),
             host(self.weight),
@@ -104,14 +99,14 @@ def pack(weight: Tensor) -> TileLinear:
 
 
 def _shapes() -> Any:
-    """[1 + _HEIGHT * _ROWS, 64] bytes: how many rows the registers have for as many of x."""
-    shapes = np.zeros((1 + _HEIGHT * _ROWS, 64), np.uint8)
+    """[1 + _HEIGHT * ROWS, 64] bytes: how many rows the registers have for as many of x."""
+    shapes = np.zeros((1 + _HEIGHT * ROWS, 64), np.uint8)
     shapes[:, 0] = 1
     shapes[:, 16:32:2] = _ROW_BYTES
     for rows, shape in enumerate(shapes):
         # A register of no rows cannot be used, and one that is not used may have any.
-        first, second = max(1, min(rows, _ROWS)), max(1, rows - _ROWS)
-        shape[48:56] = (first, first, second, second, first, second, _ROWS, _ROWS)
+        first, second = max(1, min(rows, ROWS)), max(1, rows - ROWS)
+        shape[48:56] = (first, first, second, second, first, second, ROWS, ROWS)
     return shapes
 
 
@@ -170,7 +165,7 @@ def _take_apart(typing_context: Any, x: Any, index: Any, pieces: Any, place: Any
             builder.store(half, at, align=2)
             upper = builder.and_(bits, _WORDS([0xFFFF0000] * LANES))
             rest = builder.fsub(rest, builder.bitcast(upper, _FLOATS))
-            place = builder.add(place, place.type(_ROWS * _COLUMNS))
+            place = builder.add(place, place.type(ROWS * COLUMNS))
         return context.get_dummy_value()
 
     return types.void(x, types.intp, pieces, types.intp), generate
@@ -229,7 +224,7 @@ def _multiply(
                         _instruct(builder, "tdpbf16ps", *operands)
         for m, row in enumerate(rows):
             for n, place in enumerate(places):
-                first = builder.add(times(row, _ROWS, width), times(place, LANES))
+                first = builder.add(times(row, ROWS, width), times(place, LANES))
                 at = _bytes_at(builder, builder.gep(out.data, [first]))
                 _instruct(builder, "tilestored64", sums[m * _WIDTH + n], at, times(width, 4))
         return context.get_dummy_value()
@@ -239,11 +234,11 @@ def _multiply(
 
 @inline
 def _take_row_apart(x: Any, row: Any, pieces: Any) -> None:
-    steps, step = pieces.shape[1], PIECES * _ROWS * _COLUMNS
-    place = (row // _ROWS) * steps * step + (row % _ROWS) * _COLUMNS
+    steps, step = pieces.shape[1], PIECES * ROWS * COLUMNS
+    place = (row // ROWS) * steps * step + (row % ROWS) * COLUMNS
     for k in range(steps):
-        for half in range(0, _COLUMNS, LANES):
-            index = row * x.shape[1] + k * _COLUMNS + half
+        for half in range(0, COLUMNS, LANES):
+            index = row * x.shape[1] + k * COLUMNS + half
             _take_apart(x, index, pieces, place + k * step + half)
 
 
@@ -266,11 +261,11 @@ def _linear(x: Any, weight: Any, pieces: Any, shapes: Any, threads: Any, out: An
             first = item // groups * _CHUNK
             tile = item % groups * _WIDTH
             for block in range(first, min(first + _CHUNK, blocks), _HEIGHT):
-                here = min(rows - block * _ROWS, _HEIGHT * _ROWS)
+                here = min(rows - block * ROWS, _HEIGHT * ROWS)
                 if here != shaped:
                     _shape(shapes, here)
                     shaped = here
-                if here > _ROWS:
+                if here > ROWS:
                     _multiply(weight, tile, pieces, block, 2, out)
                 else:
                     _multiply(weight, tile, pieces, block, 1, out)

@@ -40,7 +40,11 @@ def value_of(numbers: str) -> int:
 @pytest.mark.parametrize(
     "config", [CPU, NAIVE, CUDA, GRAPHS], ids=["cpu", "naive", "cuda", "graphs"]
 )
-def test_the_numbers_give_the_bytes(config: EngineConfig, policy: SpeculationPolicy) -> None:
+@pytest.mark.parametrize("tiles", [False, True])
+def test_the_numbers_give_the_bytes(
+    config: EngineConfig, policy: SpeculationPolicy, tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kernels.linear.form.TILES", tiles)
     for source in (*sorted(GEOMETRIES.iterdir()), TINY):
         asked = plan_case(source, config, LARGE, policy=policy)
         found = asked.preflight()
