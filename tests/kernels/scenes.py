@@ -116,3 +116,34 @@ def half_state(params: GdnParams, slots: int, seed: int = 1) -> GdnState:
         saved_h=None if state.saved_h is None else state.saved_h.half(),
         stage=torch.full(state.h.shape, torch.nan),
     )
+
+
+def expect_states_set_aside(
+    mixer: Mixer,
+    params: GdnParams,
+    states: tuple[GdnState, GdnState],
+    proj: Tensor,
+    batch: Callable[[list[Rows]], RaggedBatch],
+) -> None:
+    """A prompt sets aside, on its way, the states that it has when it is split there.
+
+    states: two with the same contents and two slots; proj: of 141 rows.
+    """
+    whole, parts = states
+    saves = ((64, 2), (128, 0))
+    rows = [Rows(0, 9, 1), Rows(1, 64, 140, chunked=True, saves=saves)]
+    assert whole.saved_h is not None
+    assert whole.saved_conv is not None
+    untouched = whole.saved_h[1].clone()
+    want = mixer(proj, params, whole, batch(rows))
+    start, got = 0, []
+    for count, place in ((64, 2), (64, 0), (12, None)):
+        part = proj[1 + start : 1 + start + count]
+        got.append(mixer(part, params, parts, batch([Rows(1, 64 + start, count, chunked=True)])))
+        start += count
+        if place is not None:
+            assert torch.equal(whole.saved_h[place], parts.h[1])
+            assert torch.equal(whole.saved_conv[place][:, 1:], parts.conv[1][:, 1:])
+    assert torch.equal(torch.cat(got), want[1:])
+    assert torch.equal(parts.h[1], whole.h[1])
+    assert torch.equal(whole.saved_h[1], untouched)

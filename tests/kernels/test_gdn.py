@@ -16,6 +16,7 @@ from tests.kernels.scenes import (
     Mixer,
     Rows,
     clone_state,
+    expect_states_set_aside,
     gdn_params,
     gdn_proj,
     gdn_state,
@@ -137,26 +138,8 @@ def test_states_set_aside_are_those_of_a_prompt_that_is_split(
     mixer: Mixer, make_state: MakeState
 ) -> None:
     params = gdn_params(2, 4, 32, 16)
-    whole, parts = make_state(params, 2), make_state(params, 2)
-    proj = gdn_proj(params, 141)
-    saves = ((64, 2), (128, 0))
-    rows = [Rows(0, 9, 1), Rows(1, 64, 140, chunked=True, saves=saves)]
-    assert whole.saved_h is not None
-    assert whole.saved_conv is not None
-    untouched = whole.saved_h[1].clone()
-    want = mixer(proj, params, whole, make_batch(rows))
-    start, got = 0, []
-    for count, place in ((64, 2), (64, 0), (12, None)):
-        part = proj[1 + start : 1 + start + count]
-        batch = make_batch([Rows(1, 64 + start, count, chunked=True)])
-        got.append(mixer(part, params, parts, batch))
-        start += count
-        if place is not None:
-            assert torch.equal(whole.saved_h[place], parts.h[1])
-            assert torch.equal(whole.saved_conv[place][:, 1:], parts.conv[1][:, 1:])
-    assert torch.equal(torch.cat(got), want[1:])
-    assert torch.equal(parts.h[1], whole.h[1])
-    assert torch.equal(whole.saved_h[1], untouched)
+    states = make_state(params, 2), make_state(params, 2)
+    expect_states_set_aside(mixer, params, states, gdn_proj(params, 141), make_batch)
 
 
 @of_both_widths

@@ -20,7 +20,7 @@ from kernels.gdn.triton_inputs import gdn_inputs
 from kernels.gdn.types import GdnParams, GdnState
 from tests.kernels import scenes
 from tests.kernels.poison import DEVICE, poisoned_empty
-from tests.kernels.scenes import Rows, clone_state
+from tests.kernels.scenes import Rows, clone_state, expect_states_set_aside
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -339,26 +339,10 @@ def test_a_prompt_split_on_the_grid_gives_the_same_bits() -> None:
 
 def test_states_set_aside_are_those_of_a_prompt_that_is_split() -> None:
     params = make_params(1, 2, 32, 16)
-    whole, parts = make_state(params, 2), make_state(params, 2)
-    proj = make_proj(params, 141)
-    saves = ((64, 2), (128, 0))
-    rows = [Rows(0, 9, 1), Rows(1, 64, 140, chunked=True, saves=saves)]
-    assert whole.saved_h is not None
-    assert whole.saved_conv is not None
-    untouched = whole.saved_h[1].clone()
-    want = gdn_mixer(proj, params, whole, make_batch(*rows))
-    start, got = 0, []
-    for count, place in ((64, 2), (64, 0), (12, None)):
-        part = proj[1 + start : 1 + start + count]
-        batch = make_batch(Rows(1, 64 + start, count, chunked=True))
-        got.append(gdn_mixer(part, params, parts, batch))
-        start += count
-        if place is not None:
-            assert torch.equal(whole.saved_h[place], parts.h[1])
-            assert torch.equal(whole.saved_conv[place][:, 1:], parts.conv[1][:, 1:])
-    assert torch.equal(torch.cat(got), want[1:])
-    assert torch.equal(parts.h[1], whole.h[1])
-    assert torch.equal(whole.saved_h[1], untouched)
+    states = make_state(params, 2), make_state(params, 2)
+    expect_states_set_aside(
+        gdn_mixer, params, states, make_proj(params, 141), lambda rows: make_batch(*rows)
+    )
 
 
 def test_prompts_and_decode_rows_do_not_change_each_other() -> None:
