@@ -154,6 +154,11 @@ def _build(
     # Kernels that are compiled for a shape want one width of block tables.
     width = blocks_per_sequence(config) if ops.name == "triton" else 0
     model = HybridModel(model_config, network, pools, ops, dtype, threads, policy.rollback, width)
+    if ops.name == "cpu":
+        # Here and not above: numba and what it needs is there only where these kernels run.
+        from kernels.ahead import compile_kernels
+
+        compile_kernels(drafts=network.mtp is not None and network.mtp.chain is not None)
     warm_up(model, config, policy.num_drafts, pools.decode_ring)
     phase.done("warm-up", f"{threads} threads")
     if pools.buffers is not None:
