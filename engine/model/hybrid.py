@@ -205,7 +205,8 @@ class HybridModel:
     def remember(self, rows: PlainRows, hidden: Tensor) -> None:
         """Take over single final rows without drafting; see ModelRunner.remember."""
         assert self.drafter is not None, "speculation is on without a drafter"
-        self.drafter.remember(rows, hidden)
+        # Replayed graphs write every step's result to the same place.
+        self.drafter.remember(rows, hidden, lasting=self.graphs is None)
 
     @torch.inference_mode()
     def save_state(self, saved: SavedState, hidden: Tensor) -> None:

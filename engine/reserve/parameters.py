@@ -218,8 +218,9 @@ def in_chain_tiles(model: ModelConfig) -> bool:
 def packed_element_bytes(dtype: str, config: EngineConfig) -> int:
     """Bytes per number of a packed matrix that is stored as `dtype`.
 
-    The CPU kernels pack in fp16 what fp16 holds exactly after scaling by a power of two: all of a
-    float16 checkpoint and, but for a matrix that spans more than 2^31, of a bfloat16 one.
+    The CPU kernels keep bfloat16 where the CPU multiplies tiles of it. They pack in fp16 what fp16
+    holds exactly after scaling by a power of two: all of a float16 checkpoint and, but for a matrix
+    that spans more than 2^31, of a bfloat16 one.
     """
     if not uses_cpu_kernels(config):
         return element_bytes(config.dtype)

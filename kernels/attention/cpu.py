@@ -111,29 +111,30 @@ def _add_all(
 
 
 @inner
-def _softmax(scores: Any, begin: Any, first: Any, last: Any, end: Any) -> Any:
+def _softmax(scores: Any, first: Any, last: Any) -> Any:
     """scores[first:last] become exp(score - the largest), the others 0; returns their sum.
 
-    Only begin .. end is looked at, which is a whole number of NARROW.
+    There must be a whole number of NARROW.
     """
-    for j in range(begin, first):
+    end = scores.shape[0]
+    for j in range(first):
         scores[j] = -np.float32(np.inf)
     for j in range(last, end):
         scores[j] = -np.float32(np.inf)
-    top = load16(scores, begin)
-    for j in range(begin + NARROW, end, NARROW):
+    top = load16(scores, 0)
+    for j in range(NARROW, end, NARROW):
         top = larger(top, load16(scores, j))
     best = largest(top)
     # A slice, as a loop from one bound to another is not compiled to vectors.
     visible = scores[first:last]
     for j in range(visible.shape[0]):
         visible[j] = exp32(visible[j] - best)
-    for j in range(begin, first):
+    for j in range(first):
         scores[j] = _ZERO
     for j in range(last, end):
         scores[j] = _ZERO
     total = zeros16()
-    for j in range(begin, end, NARROW):
+    for j in range(0, end, NARROW):
         total = plus(total, load16(scores, j))
     return sum_in_order(total)
 
@@ -177,7 +178,7 @@ def attend_group(
         _add_all(query, 0, group, width, pages_k, tile, width, scores, at, span, page)
     totals = np.empty(group, np.float32)
     for member in range(group):
-        totals[member] = _softmax(scores[member], 0, oldest - before, keys - before, span)
+        totals[member] = _softmax(scores[member], oldest - before, keys - before)
     for b in range(first_block, blocks):
         skipped = max(0, oldest - b * page)
         seen = min(page, keys - b * page)

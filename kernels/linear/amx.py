@@ -45,7 +45,7 @@ _FEW = 32
 # Linux gives a process the registers' state only when it asks: ARCH_REQ_XCOMP_PERM, XTILE_DATA.
 _ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18
 
-_VOID, _I8, _I64 = ir.VoidType(), ir.IntType(8), ir.IntType(64)
+_VOID, _I8 = ir.VoidType(), ir.IntType(8)
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _WORDS = ir.VectorType(ir.IntType(32), LANES)
 _HALVES = ir.VectorType(ir.IntType(16), LANES)
