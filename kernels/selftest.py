@@ -20,7 +20,7 @@ from kernels.draft_chain.naive import draft_chain as naive_draft_chain
 from kernels.draft_chain.types import ChainStart, ChainWeights
 from kernels.gdn.types import GdnParams, GdnState
 from kernels.moe.naive import Expert, MoeParams
-from kernels.ops import Ops, chosen, naive_ops
+from kernels.ops import Linear, Ops, chosen, naive_ops
 from kernels.ragged import Rows, blocks_by_slot, ragged_batch
 
 Params = TypeVar("Params")
@@ -129,18 +129,20 @@ class SelfTest:
 
     def rows(self) -> Iterator[RowsResult]:
         """Rows alone and among others: every form of product, and both mixers."""
-        seen = set()
-        for name, weight in (
-            ("linear bfloat16", self._random(2 * INNER, WIDTH).bfloat16()),
-            # A size that is no whole number of anybody's tiles.
-            ("linear bfloat16", self._random(VOCAB, WIDTH).bfloat16()),
-            ("linear float32", self._random(VOCAB, WIDTH)),
+        forms: dict[str, list[tuple[int, Linear]]] = {}
+        for weight in (
+            self._random(2 * INNER, WIDTH).bfloat16(),
+            # Sizes that are no whole number of somebody's tiles.
+            self._random(VOCAB, WIDTH).bfloat16(),
+            self._random(VOCAB, WIDTH - 16).bfloat16(),
+            self._random(VOCAB, WIDTH),
         ):
             linear = self._ops.pack_linear(weight.to(self._device))
-            kind = f"{name} ({getattr(linear, 'form', '?')})"
-            if kind not in seen:
-                seen.add(kind)
-                yield self._linear_rows(kind, linear)
+            dtype = str(weight.dtype).removeprefix("torch.")
+            kind = f"linear {dtype} ({getattr(linear, 'form', '?')})"
+            forms.setdefault(kind, []).append((weight.shape[1], linear))
+        for kind, linears in forms.items():
+            yield self._linear_rows(kind, linears)
         yield self._mixer_rows("gdn", self._gdn_alone)
         yield self._mixer_rows("attention", self._attention_alone)
 
@@ -195,11 +197,16 @@ class SelfTest:
             "moves": moves,
         }
 
-    def _linear_rows(self, name: str, linear: Callable[[Tensor], Tensor]) -> RowsResult:
-        x = self._activations(MOST_ROWS, WIDTH)
-        whole = linear(x)
-        wrong = tuple(f"{n} rows" for n in COUNTS if not torch.equal(linear(x[:n]), whole[:n]))
-        return RowsResult(name, wrong)
+    def _linear_rows(self, name: str, linears: Sequence[tuple[int, Linear]]) -> RowsResult:
+        """Products of one form, each with the width of its input."""
+        inputs = [(linear, self._activations(MOST_ROWS, width)) for width, linear in linears]
+        whole = [(linear, x, linear(x)) for linear, x in inputs]
+        wrong = (
+            f"{n} rows"
+            for n in COUNTS
+            if any(not torch.equal(linear(x[:n]), out[:n]) for linear, x, out in whole)
+        )
+        return RowsResult(name, tuple(wrong))
 
     def _mixer_rows(self, name: str, run: Callable[[list[Rows]], list[Tensor]]) -> RowsResult:
         """Decode rows of many sequences against each alone, and a verify against plain steps."""

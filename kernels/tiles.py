@@ -9,11 +9,11 @@ from torch import Tensor
 LANES = 16
 
 
-def in_tiles(matrix: Tensor) -> Tensor:
-    """A copy of [N, K] bfloat16 in tiles: [N / LANES, K / 2, LANES] uint32, pairs of columns.
+def in_tiles(matrix: Tensor, lanes: int = LANES) -> Tensor:
+    """A copy of [N, K] bfloat16 in tiles: [N / lanes, K / 2, lanes] uint32, pairs of columns.
 
-    N must be a whole number of LANES and K even.
+    N must be a whole number of lanes and K even.
     """
     rows, columns = matrix.shape
-    pairs = matrix.reshape(rows // LANES, LANES, columns // 2, 2).transpose(1, 2)
+    pairs = matrix.reshape(rows // max(1, lanes), lanes, columns // 2, 2).transpose(1, 2)
     return pairs.contiguous().view(torch.uint32).squeeze(-1)

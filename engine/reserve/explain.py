@@ -201,9 +201,9 @@ def _activations(n: _Numbers, term: LedgerTerm) -> _Pair:
     count = n.config.max_prefill_tokens + n.batch + min(n.batch * n.drafts, t.VERIFY_ROWS)
     pieces = product_scratch_bytes(count, t.widest_input(n.model), n.config)
     if pieces:
-        words += " + rows in whole tiles x the widest input x 6 bytes, for three pieces of bfloat16"
+        words += " + rows in whole tiles x the widest input x 4 bytes, for two pieces of bfloat16"
         whole = -(-count // 16) * 16
-        numbers += f" + {whole} * {pieces // (6 * whole)} * 6"
+        numbers += f" + {whole} * {pieces // (4 * whole)} * 4"
     return words, numbers
 
 

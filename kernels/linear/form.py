@@ -5,7 +5,7 @@ from __future__ import annotations
 from kernels.cpu_features import TILES
 
 # Bfloat16 that a number is the sum of.
-PIECES = 3
+PIECES = 2
 # A tile register: rows, and columns in bfloat16.
 ROWS, COLUMNS = 16, 32
 _BFLOAT16_BYTES = 2

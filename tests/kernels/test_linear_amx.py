@@ -22,7 +22,10 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 @needs_tiles
-@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 64), (256, 512), (1040, 96)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"),
+    [(16, 32), (48, 64), (256, 512), (1040, 96), (776, 64), (24, 32), (8, 64), (7, 32), (33, 32)],
+)
 def test_against_float64_and_row_by_row(outputs: int, inputs: int) -> None:
     weight = (random(outputs, inputs) / inputs**0.5).bfloat16()
     packed = cpu.pack(weight, pad=False)
@@ -30,7 +33,7 @@ def test_against_float64_and_row_by_row(outputs: int, inputs: int) -> None:
     assert packed.nbytes == 2 * weight.numel()
     x = random(300, inputs, seed=1)
     whole = packed(x)
-    torch.testing.assert_close(whole.double(), x.double() @ weight.double().T, atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(whole.double(), x.double() @ weight.double().T, atol=2e-5, rtol=1e-5)
     # A block of 16 rows, a pair of them and a chunk of eight each end at some of these.
     for count in (*range(36), 47, 48, 49, 63, 64, 65, 127, 128, 129, 256, 287):
         assert torch.equal(packed(x[:count]), whole[:count])
@@ -52,17 +55,21 @@ def test_threads_share_the_work_and_change_no_bit() -> None:
 
 
 @needs_tiles
-def test_pieces_are_all_of_a_number() -> None:
-    """A unit matrix gives the rows back, bit for bit: 24 bits are three times eight."""
+def test_pieces_are_the_nearest() -> None:
+    """A unit matrix gives the rows back to half of the last of sixteen bits, to neither side."""
     packed = amx.pack(torch.eye(64).bfloat16())
     x = random(40, 64) * torch.logspace(-25, 25, 64)
     x[3] = torch.arange(64) * 257 - 8000
     x[4] = (1 + torch.arange(64) * 2.0**-23) * 3.0e38
-    assert torch.equal(packed(x), x)
-    x[5, 7] = torch.nan
     found = packed(x)
-    assert found[5].isnan().all()
-    assert torch.equal(found[6:], x[6:])
+    off = (found.double() - x.double()) / x.double()
+    assert off.abs().max() <= 2.0**-16
+    assert off.mean().abs() < 2.0**-20
+    assert torch.equal(packed(x.bfloat16().float()), x.bfloat16().float())
+    x[5, 7] = torch.nan
+    spoiled = packed(x)
+    assert spoiled[5].isnan().all()
+    assert torch.equal(spoiled[6:], found[6:])
 
 
 @needs_tiles
@@ -75,7 +82,8 @@ def test_rows_of_a_wider_tensor() -> None:
 def test_what_does_not_fit() -> None:
     fitting = torch.zeros(32, 64, dtype=torch.bfloat16)
     assert amx.fits(fitting)
-    assert not amx.fits(fitting[:24])
+    assert amx.fits(fitting[:24])
+    assert not amx.fits(fitting[:0])
     assert not amx.fits(fitting[:, :48])
     assert not amx.fits(fitting.half())
 
