@@ -26,3 +26,7 @@ BFLOAT16 = {"+avx512bf16", "+avx512f"} <= FEATURES
 BYTES = {"+avx512vnni", "+avx512f"} <= FEATURES
 # Whether it multiplies tiles of bfloat16; a process must ask the system for their registers too.
 TILES = {"+amx-bf16", "+amx-tile", "+avx512f"} <= FEATURES
+# Whether it multiplies tiles of bytes.
+BYTE_TILES = TILES and BYTES and "+amx-int8" in FEATURES
+# A tile: rows, and bytes of each.
+TILE_ROWS, TILE_ROW_BYTES = 16, 64

@@ -13,7 +13,18 @@ import numba
 import numpy as np
 from torch import Tensor
 
-from kernels.lanes import NARROW, load16, plus_product, sum_in_order, zeros16
+from kernels.lanes import (
+    NARROW,
+    load16,
+    number,
+    plus_product,
+    put,
+    scaled,
+    store,
+    sum_in_order,
+    times,
+    zeros16,
+)
 
 # workqueue costs twice as much beside torch's own threads; libgomp is there wherever torch is.
 numba.config.THREADING_LAYER = "omp"
@@ -41,7 +52,8 @@ def host(tensor: Tensor) -> Any:
     return array
 
 
-inline = numba.njit(error_model="numpy", fastmath={"contract"})
+# For a few lines: left to itself LLVM calls many of them, at 20 to 60 ns a call.
+inline = numba.njit(error_model="numpy", fastmath={"contract"}, forceinline=True)
 # As inline, but Python itself cannot call it: quicker to compile, the more so the more arguments.
 inner = numba.njit(
     error_model="numpy", fastmath={"contract"}, no_cpython_wrapper=True, no_cfunc_wrapper=True
@@ -86,14 +98,28 @@ def sigmoid32(x: Any) -> Any:
 
 
 @inline
-def sum_of_squares(x: Any) -> Any:
-    """Sum of x[i]^2 of a contiguous row in 16 lanes, so that it vectorises in one fixed order."""
+def sum_of_squares(x: Any, at: Any, count: Any) -> Any:
+    """Of x[at:][:count], flat and contiguous, in 16 lanes, so that it has one fixed order.
+
+    A slice of its own would be counted in and out, which takes longer than a short row's sum.
+    """
     lanes = zeros16()
-    whole = (x.shape[0] // NARROW) * NARROW
-    for base in range(0, whole, NARROW):
-        part = load16(x, base)
+    whole = at + count // NARROW * NARROW
+    for c in range(at, whole, NARROW):
+        part = load16(x, c)
         lanes = plus_product(lanes, part, part)
     total = sum_in_order(lanes)
-    for i in range(whole, x.shape[0]):
-        total += x[i] * x[i]
+    for c in range(whole, at + count):
+        total += number(x, c) * number(x, c)
     return total
+
+
+@inline
+def scale_row(x: Any, at: Any, factor: Any, scale: Any, out: Any, out_at: Any) -> None:
+    """out[out_at:] = x[at:] times a factor times scale, both flat; as many as scale [H] has."""
+    count = scale.shape[0]
+    whole = count // NARROW * NARROW
+    for c in range(0, whole, NARROW):
+        store(out, out_at + c, times(scaled(load16(x, at + c), factor), load16(scale, c)))
+    for c in range(whole, count):
+        put(out, out_at + c, number(x, at + c) * factor * scale[c])

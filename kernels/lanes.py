@@ -99,6 +99,27 @@ def store(typing: Any, array: Any, index: Any, lanes: Any) -> Any:
 
 
 @intrinsic
+def number(typing: Any, array: Any, index: Any) -> Any:
+    """The number at a flat index."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_address(context, builder, array, *args), align=_FLOAT_BYTES)
+
+    return types.float32(array, index), code
+
+
+@intrinsic
+def put(typing: Any, array: Any, index: Any, value: Any) -> Any:
+    """Write one number, a float32, to a flat index."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[2], _address(context, builder, array, *args[:2]), align=_FLOAT_BYTES)
+        return context.get_dummy_value()
+
+    return types.void(array, index, types.float32), code
+
+
+@intrinsic
 def times(typing: Any, a: Any, b: Any) -> Any:
     """a * b."""
 

@@ -11,7 +11,16 @@ from torch import Tensor
 from kernels.attention.types import AttentionParams, KvPages
 from kernels.batch import RaggedBatch
 from kernels.cpu_features import FEATURES
-from kernels.jit import exp32, host, inner, parallel_kernel, sigmoid32, sum_of_squares
+from kernels.jit import (
+    exp32,
+    host,
+    inline,
+    inner,
+    parallel_kernel,
+    scale_row,
+    sigmoid32,
+    sum_of_squares,
+)
 from kernels.lanes import (
     NARROW,
     add_products,
@@ -29,19 +38,20 @@ _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 
 
-@inner
-def _norm_rope(source: Any, scale: Any, cos: Any, sin: Any, eps: Any, out: Any) -> None:
-    """out [hd] = RoPE of the norm of source [hd]; cos, sin [half] of its position."""
-    width = source.shape[0]
-    half = cos.shape[0]
-    inverse = _ONE / np.sqrt(sum_of_squares(source) / np.float32(width) + eps)
-    for i in range(width):
-        out[i] = source[i] * inverse * scale[i]
+@inline
+def _norm_rope(
+    source: Any, at: Any, scale: Any, cos: Any, sin: Any, position: Any, eps: Any, out: Any
+) -> None:
+    """out [hd] = RoPE of the norm of source[at:][:hd]; cos, sin [positions, half]."""
+    width, half = scale.shape[0], cos.shape[1]
+    total = sum_of_squares(source, at, width)
+    inverse = _ONE / np.sqrt(total / np.float32(width) + eps)
+    scale_row(source, at, inverse, scale, out, 0)
     for i in range(half):
         first = out[i]
         second = out[half + i]
-        out[i] = first * cos[i] - second * sin[i]
-        out[half + i] = second * cos[i] + first * sin[i]
+        out[i] = first * cos[position, i] - second * sin[position, i]
+        out[half + i] = second * cos[position, i] + first * sin[position, i]
 
 
 @inner
@@ -63,7 +73,7 @@ def write_row(
     key = np.empty(width, np.float32)
     for g in range(kv_heads):
         base = g * width
-        _norm_rope(kv[base : base + width], k_norm, cos[position], sin[position], eps, key)
+        _norm_rope(kv, base, k_norm, cos, sin, position, eps, key)
         for i in range(width):
             pages_k[block, g, i, offset] = key[i]
         base += kv_heads * width
@@ -169,7 +179,7 @@ def attend_group(
     for member in range(group):
         base = (g * group + member) * width
         turned = query[member]
-        _norm_rope(qkv[base : base + width], q_norm, cos[position], sin[position], eps, turned)
+        _norm_rope(qkv, base, q_norm, cos, sin, position, eps, turned)
         for i in range(width):
             turned[i] *= root
     for b in range(first_block, blocks):

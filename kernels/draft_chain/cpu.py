@@ -15,7 +15,16 @@ from numba import prange
 
 from kernels.attention.cpu import attend_group, write_row
 from kernels.cpu_features import BFLOAT16, BYTES
-from kernels.draft_chain.products import BLOCK, fast, in_form, products, wide
+from kernels.draft_chain.products import (
+    BLOCK,
+    MANY,
+    fast,
+    in_form,
+    many_products,
+    products,
+    takes_many,
+    wide,
+)
 from kernels.draft_chain.types import Chain, ChainStart, ChainWeights, Drafts
 from kernels.jit import exp32, inline, parallel_kernel, sigmoid32
 from kernels.tiles import LANES
@@ -71,9 +80,12 @@ def _best(logits: Any) -> Any:
 def _enter(
     tokens: Any, hidden: Any, rows: Any, matrices: Any, scales: Any, eps: Any, residual: Any
 ) -> None:
-    """residual [BLOCK, H] = fc over the norms of the embeddings and of hidden [BLOCK, H]."""
+    """residual [n, H] = fc over the norms of the embeddings and of hidden [n, H].
+
+    n, here and in _write_rows, is BLOCK, or MANY for many_products.
+    """
     width = hidden.shape[1]
-    joined = np.zeros((BLOCK, 2 * width), np.float32)
+    joined = np.zeros((hidden.shape[0], 2 * width), np.float32)
     embedded = np.empty(width, np.float32)
     for r in range(rows):
         source = matrices[0][tokens[r]]
@@ -81,11 +93,15 @@ def _enter(
             embedded[i] = wide(source[i])
         _scaled(embedded, scales[0], eps, joined[r, :width])
         _scaled(hidden[r], scales[1], eps, joined[r, width:])
-    products(matrices[1], joined, rows, residual)
+    if hidden.shape[0] == BLOCK:
+        products(matrices[1], joined, rows, residual)
+    else:
+        many_products(matrices[1], joined, rows, residual)
 
 
 @fast
 def _write_rows(
+    height: Any,
     chosen: Any,
     tokens: Any,
     hidden: Any,
@@ -98,23 +114,27 @@ def _write_rows(
     attention: Any,
     eps: Any,
 ) -> None:
-    """Leave keys and values of up to BLOCK rows of the first pass, whose indices are `chosen`."""
+    """Leave keys and values of rows of the first pass; `chosen`: their indices, at most height."""
     rows, width = chosen.shape[0], hidden.shape[1]
     _, k_norm, cos, sin, pages_k, pages_v = attention
     kv_width = 2 * pages_k.shape[1] * pages_k.shape[2]
     qkv_weight = matrices[2]
-    own_tokens = np.zeros(BLOCK, np.int64)
-    own_hidden = np.zeros((BLOCK, width), np.float32)
+    own_tokens = np.zeros(height, np.int64)
+    own_hidden = np.zeros((height, width), np.float32)
     for r in range(rows):
         own_tokens[r] = tokens[chosen[r]]
         _copy(hidden[chosen[r]], own_hidden[r])
-    residual = np.empty((BLOCK, width), np.float32)
-    normed = np.zeros((BLOCK, width), np.float32)
+    residual = np.empty((height, width), np.float32)
+    normed = np.zeros((height, width), np.float32)
     _enter(own_tokens, own_hidden, rows, matrices, scales, eps, residual)
     for r in range(rows):
         _scaled(residual[r], scales[2], eps, normed[r])
-    kv = np.empty((BLOCK, kv_width), np.float32)
-    products(qkv_weight[qkv_weight.shape[0] - kv_width // LANES :], normed, rows, kv)
+    kv = np.empty((height, kv_width), np.float32)
+    kv_weight = qkv_weight[qkv_weight.shape[0] - kv_width // LANES :]
+    if height == BLOCK:
+        products(kv_weight, normed, rows, kv)
+    else:
+        many_products(kv_weight, normed, rows, kv)
     for r in range(rows):
         s = owners[chosen[r]]
         position = begins[s] + chosen[r] - row_start[s]
@@ -231,6 +251,7 @@ def _caught_up(row_start: Any, depths: Any) -> Any:
 @parallel_kernel
 def _chain(
     threads: Any,
+    height: Any,
     tokens: Any,
     hidden: Any,
     row_start: Any,
@@ -250,7 +271,7 @@ def _chain(
     for drafting in range(2):
         # One loop for both: a parallel loop of its own takes three seconds to compile.
         items = sequences if drafting else written.shape[0]
-        size = min(BLOCK, max(1, (items + threads - 1) // threads))
+        size = min(BLOCK if drafting else height, max(1, (items + threads - 1) // threads))
         for b in prange((items + size - 1) // size):
             if drafting:
                 _draft(
@@ -272,6 +293,7 @@ def _chain(
                 )
             else:
                 _write_rows(
+                    height,
                     written[b * size : (b + 1) * size],
                     tokens,
                     hidden,
@@ -300,6 +322,8 @@ def draft_chain(weights: ChainWeights) -> Chain:
     layer = (a.q_norm, a.k_norm, a.cos, a.sin, w.pages.k, w.pages.v)
     attention = tuple(tensor.numpy() for tensor in layer)
     eps = np.float32(a.eps)
+    width = w.fc.shape[0]
+    height = MANY if takes_many(width, 2 * width) else BLOCK
 
     def chain(start: ChainStart) -> Drafts:
         sequences = len(start.depths)
@@ -307,6 +331,7 @@ def draft_chain(weights: ChainWeights) -> Chain:
         ids, logprobs = np.empty(shape, np.int64), np.empty(shape, np.float32)
         _chain(
             numba.get_num_threads(),
+            height,
             start.tokens,
             start.hidden.numpy(),
             start.row_start,

@@ -1,4 +1,4 @@
-"""Products of a bfloat16 matrix with one to four rows, in numba.
+"""Products of a bfloat16 matrix with one to four rows, or sixteen, in numba.
 
 Where the CPU multiplies bytes, matrices and rows are rounded to them, as nowhere else, and where it
 multiplies bfloat16, rows are: a draft's bits decide nothing, the target verifies.
@@ -14,13 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu_features import BFLOAT16, BYTES
-from kernels.draft_chain.tile import multiply
+from kernels.cpu_features import BFLOAT16, BYTE_TILES, BYTES, TILE_ROW_BYTES, TILE_ROWS
+from kernels.draft_chain.tile import AT_ONCE, multiply, multiply_many
 from kernels.jit import inline
+from kernels.tile_registers import release_registers, shape_registers, usable
 from kernels.tiles import LANES, in_tiles
 
 # Rows that one call of `products` takes: with four the CPU multiplies as fast as it can.
 BLOCK = 4
+# Rows that one call of `many_products` takes.
+MANY = TILE_ROWS
 # The largest of a row of bytes; in a matrix they are stored with 128 more, as unsigned ones.
 _TOP = 127
 # A row that is all zeros is scaled as if this were its largest.
@@ -133,5 +136,37 @@ def byte_products(weight: Any, x: Any, rows: Any, out: Any) -> None:
     _multiply_all(weight, quantised(x, rows), rows, out)
 
 
+def takes_many(*widths: int) -> bool:
+    """Whether `many_products` can be called for x of these widths, on this machine."""
+    return BYTE_TILES and usable() and all(width % TILE_ROW_BYTES == 0 for width in widths)
+
+
+def _whole_registers() -> Any:
+    """The line of shape_registers for registers of sixteen whole rows."""
+    shape = np.zeros((1, 64), np.uint8)
+    shape[:, 0] = 1
+    shape[:, 16:32:2] = TILE_ROW_BYTES
+    shape[:, 48:56] = TILE_ROWS
+    return shape
+
+
+_WHOLE = _whole_registers()
+
+
+@fast
+def many_byte_products(weight: Any, x: Any, rows: Any, out: Any) -> None:
+    """As byte_products, of x [MANY, K] into out [MANY, N], where takes_many(K).
+
+    The sums are the same; their two scales may be multiplied first. Behind `rows` anything is left.
+    """
+    words = quantised(x, rows)
+    sums = np.empty((TILE_ROWS, LANES), np.int32)
+    shape_registers(_WHOLE, 0)
+    for first in range(0, weight.shape[0], AT_ONCE):
+        multiply_many(weight, first, words, sums, out)
+    release_registers()
+
+
 products = byte_products if BYTES else rounded_products if BFLOAT16 else exact_products
+many_products = many_byte_products if BYTE_TILES else products
 in_form = in_byte_tiles if BYTES else in_tiles

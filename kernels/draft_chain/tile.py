@@ -16,7 +16,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_features import FEATURES
+from kernels.cpu_features import FEATURES, TILE_ROW_BYTES, TILE_ROWS
+from kernels.tile_registers import bytes_at, instruct
 from kernels.tiles import LANES
 
 # Vectors of sums at a time: more than the registers hold halves the speed.
@@ -162,3 +163,75 @@ def multiply(typing_context: Any, weight: Any, first: Any, x: Any, rows: Any, ou
         return size(tiles)
 
     return types.intp(weight, types.intp, x, rows, out), generate
+
+
+# Tiles of a matrix that `multiply_many` takes at a time, and the registers: sums, x, the matrix.
+AT_ONCE = 4
+_SUM, _X, _MATRIX = 0, 4, 5
+_MATRICES = 3
+_WORD_BYTES = 4
+_LINE = ir.IntType(64)(TILE_ROW_BYTES)
+
+
+@intrinsic
+def multiply_many(typing_context: Any, weight: Any, first: Any, x: Any, sums: Any, out: Any) -> Any:
+    """Put sixteen rows of x times AT_ONCE tiles from `first` on into out, in tile registers.
+
+    In bytes, as `multiply` takes them; K must be a whole number of lines of 64, x and out have
+    sixteen rows. The registers must be whole ones; sums [16, LANES] int32 is scratch.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        weight, x, sums, out = (
+            context.make_array(signature.args[i])(context, builder, args[i]) for i in (0, 2, 3, 4)
+        )
+        count, lines, _ = cgutils.unpack_tuple(builder, weight.shape, 3)
+        x_words = cgutils.unpack_tuple(builder, x.shape, 2)[1]
+        out_width = cgutils.unpack_tuple(builder, out.shape, 2)[1]
+        size, register = lines.type, ir.IntType(8)
+        numbers, last = builder.sub(lines, size(1)), builder.sub(count, size(1))
+
+        def vector_at(data: Any, index: Any, kind: Any) -> Any:
+            return builder.bitcast(builder.gep(data, [index]), kind.as_pointer())
+
+        places, starts = [], []
+        for i in range(AT_ONCE):
+            place = builder.add(args[1], size(i))
+            # Behind the last tile it is multiplied again, to the same sums.
+            place = builder.select(builder.icmp_signed("<", place, last), place, last)
+            places.append(place)
+            starts.append(builder.mul(builder.mul(place, lines), size(LANES)))
+            instruct(builder, "tilezero", register(_SUM + i))
+        x_stride = builder.mul(x_words, size(_WORD_BYTES))
+        steps = builder.sdiv(numbers, size(TILE_ROWS))
+        with cgutils.for_range(builder, steps) as loop:
+            at = bytes_at(builder, x.data, builder.mul(loop.index, size(TILE_ROW_BYTES)))
+            instruct(builder, "tileloadd64", register(_X), at, x_stride)
+            offset = builder.mul(loop.index, size(TILE_ROWS * LANES))
+            for i, start in enumerate(starts):
+                right = register(_MATRIX + i % _MATRICES)
+                at = bytes_at(builder, builder.gep(weight.data, [builder.add(start, offset)]))
+                instruct(builder, "tileloadd64", right, at, _LINE)
+                instruct(builder, "tdpbsud", register(_SUM + i), register(_X), right)
+        for i, (place, start) in enumerate(zip(places, starts, strict=True)):
+            at = bytes_at(builder, sums.data)
+            instruct(builder, "tilestored64", register(_SUM + i), at, _LINE)
+            end = builder.add(start, builder.mul(numbers, size(LANES)))
+            scales = builder.load(vector_at(weight.data, end, _FLOATS), align=4)
+            column = builder.mul(place, size(LANES))
+            with cgutils.for_range(builder, size(TILE_ROWS)) as loop:
+                row = builder.mul(loop.index, size(LANES))
+                total = builder.load(vector_at(sums.data, row, _WORDS), align=4)
+                row_end = builder.add(builder.mul(loop.index, x_words), numbers)
+                begin = _everywhere(builder, builder.gep(x.data, [row_end]))
+                scale_at = builder.gep(x.data, [builder.add(row_end, size(1))])
+                scale = _everywhere(
+                    builder, builder.bitcast(scale_at, _FLOATS.element.as_pointer())
+                )
+                total = builder.sitofp(builder.add(total, begin), _FLOATS)
+                total = builder.fmul(builder.fmul(total, scales), scale)
+                target = builder.add(builder.mul(loop.index, out_width), column)
+                builder.store(total, vector_at(out.data, target, _FLOATS), align=4)
+        return context.get_dummy_value()
+
+    return types.void(weight, types.intp, x, sums, out), generate

@@ -5,15 +5,10 @@ with a bfloat16 weight are exact in float32, and are summed there, so that two m
 tiles are a product with an error of 2.5e-6 of its largest number, where float32 itself has 0.5e-6
 and activations in bfloat16 1.8e-3. A number of the result goes through the same operations in the
 same order whatever the other rows are.
-
-Instructions and the shape of tiles: Intel, Architectures Software Developer's Manual, volume 1,
-chapter 18.
 """
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -27,13 +22,19 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from kernels.cpu_features import TILES
+from kernels.cpu_features import TILE_ROW_BYTES, TILE_ROWS
 from kernels.jit import host, inline, parallel_kernel
-from kernels.linear.form import COLUMNS, PIECES, ROWS, pieces_shape
+from kernels.linear.form import COLUMNS, PIECES, pieces_shape
+from kernels.tile_registers import (
+    bytes_at,
+    instruct,
+    release_registers,
+    shape_registers,
+    usable,
+)
 from kernels.tiles import LANES, in_tiles
 
-_ROW_BYTES = 64
-_TILE_BYTES = ROWS * _ROW_BYTES
+_TILE_BYTES = TILE_ROWS * TILE_ROW_BYTES
 # Blocks of rows, and tiles of the matrix, that are multiplied at a time. Four registers hold sums,
 # two rows, two the matrix.
 _HEIGHT, _WIDTH = 2, 2
@@ -45,21 +46,10 @@ _PART_BYTES = 2**18
 # Up to so many rows one thread takes apart; more are worth waking the others.
 _FEW = 32
 
-# Linux gives a process the registers' state only when it asks: ARCH_REQ_XCOMP_PERM, XTILE_DATA.
-_ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18
-
-_VOID, _I8 = ir.VoidType(), ir.IntType(8)
+_I8 = ir.IntType(8)
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _WORDS = ir.VectorType(ir.IntType(32), LANES)
 _HALVES = ir.VectorType(ir.IntType(16), LANES)
-
-
-@cache
-def usable() -> bool:
-    """Whether this CPU multiplies tiles and the system lets this process do so."""
-    if not TILES or sys.platform != "linux":
-        return False
-    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ASK, _TILE_DATA) == 0)
 
 
 def fits(weight: Tensor) -> bool:
@@ -111,14 +101,14 @@ def pack(weight: Tensor) -> TileLinear:
 
 @cache
 def _shapes(rest: int, alone: int) -> Any:
-    """[2, 1 + _HEIGHT * ROWS, 64] bytes: how many rows the registers have for as many of x.
+    """[2, 1 + _HEIGHT * TILE_ROWS, 64] bytes: how many rows the registers have for as many of x.
 
     First for whole tiles of the matrix, then for its last _WIDTH tiles: the last has `rest` rows if
     that is not 0, and `alone` says that it stands in for the one before it too.
     """
-    shapes = np.zeros((2, 1 + _HEIGHT * ROWS, 64), np.uint8)
+    shapes = np.zeros((2, 1 + _HEIGHT * TILE_ROWS, 64), np.uint8)
     shapes[..., 0] = 1
-    shapes[..., 16:32:2] = _ROW_BYTES
+    shapes[..., 16:32:2] = TILE_ROW_BYTES
     for last, by_rows in enumerate(shapes):
         if last and rest:
             for register in range(0 if alone else 1, 8, 1 if alone else _WIDTH):
@@ -126,45 +116,9 @@ def _shapes(rest: int, alone: int) -> Any:
                     by_rows[:, 16 + 2 * register] = 4 * rest
         for rows, shape in enumerate(by_rows):
             # A register of no rows cannot be used, and one that is not used may have any.
-            first, second = max(1, min(rows, ROWS)), max(1, rows - ROWS)
-            shape[48:56] = (first, first, second, second, first, second, ROWS, ROWS)
+            first, second = max(1, min(rows, TILE_ROWS)), max(1, rows - TILE_ROWS)
+            shape[48:56] = (first, first, second, second, first, second, TILE_ROWS, TILE_ROWS)
     return shapes
-
-
-def _instruct(builder: Any, name: str, *operands: Any) -> None:
-    kind = ir.FunctionType(_VOID, [operand.type for operand in operands])
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}")
-    builder.call(function, operands)
-
-
-def _bytes_at(builder: Any, pointer: Any, *offset: Any) -> Any:
-    """The pointer as one to bytes, moved on."""
-    at = builder.bitcast(pointer, _I8.as_pointer())
-    return builder.gep(at, offset) if offset else at
-
-
-@intrinsic
-def _shape(typing_context: Any, shapes: Any, rows: Any) -> Any:
-    """Give this thread's registers the shape of a row of _shapes(), flat."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, args[0])
-        offset = builder.mul(args[1], args[1].type(64))
-        _instruct(builder, "ldtilecfg", _bytes_at(builder, array.data, offset))
-        return context.get_dummy_value()
-
-    return types.void(shapes, types.intp), generate
-
-
-@intrinsic
-def _release(typing_context: Any) -> Any:
-    """This thread needs no registers any more, so that the system need not keep them."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _instruct(builder, "tilerelease")
-        return context.get_dummy_value()
-
-    return types.void(), generate
 
 
 @intrinsic
@@ -183,7 +137,7 @@ def _take_apart(typing_context: Any, x: Any, index: Any, pieces: Any, place: Any
             builder.store(half, at, align=2)
             upper = builder.and_(bits, _WORDS([0xFFFF0000] * LANES))
             rest = builder.fsub(rest, builder.bitcast(upper, _FLOATS))
-            place = builder.add(place, place.type(ROWS * COLUMNS))
+            place = builder.add(place, place.type(TILE_ROWS * COLUMNS))
         return context.get_dummy_value()
 
     return types.void(x, types.intp, pieces, types.intp), generate
@@ -222,35 +176,33 @@ def _multiply(
             place = builder.add(tile, size(i))
             places.append(builder.select(builder.icmp_signed("<", place, last), place, last))
         rows = [builder.add(block, size(i)) for i in range(blocks)]
-        narrow = builder.sub(times(width, 4), times(last, _ROW_BYTES))
+        narrow = builder.sub(times(width, 4), times(last, TILE_ROW_BYTES))
         lines = [
-            builder.select(builder.icmp_signed("<", place, last), size(_ROW_BYTES), narrow)
+            builder.select(builder.icmp_signed("<", place, last), size(TILE_ROW_BYTES), narrow)
             for place in places
         ]
-        right = [_bytes_at(builder, weight.data, times(p, steps, _TILE_BYTES)) for p in places]
-        left = [
-            _bytes_at(builder, pieces.data, times(r, steps, PIECES * _TILE_BYTES)) for r in rows
-        ]
-        line, sums = size(_ROW_BYTES), [_I8(_SUMS + i) for i in range(blocks * _WIDTH)]
+        right = [bytes_at(builder, weight.data, times(p, steps, _TILE_BYTES)) for p in places]
+        left = [bytes_at(builder, pieces.data, times(r, steps, PIECES * _TILE_BYTES)) for r in rows]
+        line, sums = size(TILE_ROW_BYTES), [_I8(_SUMS + i) for i in range(blocks * _WIDTH)]
         for register in sums:
-            _instruct(builder, "tilezero", register)
+            instruct(builder, "tilezero", register)
         with cgutils.for_range(builder, steps) as loop:
             for n, (start, wide) in enumerate(zip(right, lines, strict=True)):
-                at = _bytes_at(builder, start, times(loop.index, ROWS, wide))
-                _instruct(builder, "tileloadd64", _I8(_RIGHT + n), at, wide)
+                at = bytes_at(builder, start, times(loop.index, TILE_ROWS, wide))
+                instruct(builder, "tileloadd64", _I8(_RIGHT + n), at, wide)
             for piece in range(PIECES):
                 for m, start in enumerate(left):
                     offset = times(loop.index, PIECES * _TILE_BYTES)
-                    at = _bytes_at(builder, start, builder.add(offset, size(piece * _TILE_BYTES)))
-                    _instruct(builder, "tileloadd64", _I8(_LEFT + m), at, line)
+                    at = bytes_at(builder, start, builder.add(offset, size(piece * _TILE_BYTES)))
+                    instruct(builder, "tileloadd64", _I8(_LEFT + m), at, line)
                     for n in range(_WIDTH):
                         operands = sums[m * _WIDTH + n], _I8(_LEFT + m), _I8(_RIGHT + n)
-                        _instruct(builder, "tdpbf16ps", *operands)
+                        instruct(builder, "tdpbf16ps", *operands)
         for m, row in enumerate(rows):
             for n, place in enumerate(places):
-                first = builder.add(times(row, ROWS, width), times(place, LANES))
-                at = _bytes_at(builder, builder.gep(out.data, [first]))
-                _instruct(builder, "tilestored64", sums[m * _WIDTH + n], at, times(width, 4))
+                first = builder.add(times(row, TILE_ROWS, width), times(place, LANES))
+                at = bytes_at(builder, builder.gep(out.data, [first]))
+                instruct(builder, "tilestored64", sums[m * _WIDTH + n], at, times(width, 4))
         return context.get_dummy_value()
 
     return types.void(weight, types.intp, pieces, types.intp, height, out), generate
@@ -258,8 +210,8 @@ def _multiply(
 
 @inline
 def _take_row_apart(x: Any, row: Any, pieces: Any) -> None:
-    steps, step = pieces.shape[1], PIECES * ROWS * COLUMNS
-    place = (row // ROWS) * steps * step + (row % ROWS) * COLUMNS
+    steps, step = pieces.shape[1], PIECES * TILE_ROWS * COLUMNS
+    place = (row // TILE_ROWS) * steps * step + (row % TILE_ROWS) * COLUMNS
     for k in range(steps):
         for half in range(0, COLUMNS, LANES):
             index = row * x.shape[1] + k * COLUMNS + half
@@ -287,15 +239,15 @@ def _linear(x: Any, weight: Any, pieces: Any, shapes: Any, threads: Any, out: An
             first, group = item // groups * _CHUNK, item % groups
             behind = min(groups, group + part, group + end - item)
             for block in range(first, min(first + _CHUNK, blocks), _HEIGHT):
-                here = min(rows - block * ROWS, _HEIGHT * ROWS)
+                here = min(rows - block * TILE_ROWS, _HEIGHT * TILE_ROWS)
                 for g in range(group, behind):
                     shape = here + (shapes.shape[1] if g + 1 == groups else 0)
                     if shape != shaped:
-                        _shape(shapes, shape)
+                        shape_registers(shapes, shape)
                         shaped = shape
-                    if here > ROWS:
+                    if here > TILE_ROWS:
                         _multiply(weight, g * _WIDTH, pieces, block, 2, out)
                     else:
                         _multiply(weight, g * _WIDTH, pieces, block, 1, out)
             item += behind - group
-        _release()
+        release_registers()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import amx
+from kernels.tile_registers import usable
 
 _FP16_MAX = 65504.0
 # The overloads themselves: through the packet every call costs 5 us more.
@@ -96,7 +97,7 @@ def pack(weight: Tensor, pad: bool) -> amx.TileLinear | Fp16Linear | Float32Line
 
     `pad` comes from fp16_rows_vary(), asked once per process.
     """
-    if amx.fits(weight) and amx.usable():
+    if amx.fits(weight) and usable():
         return amx.pack(weight)
     full = weight.float()
     scale = fp16_scale(full) if weight.dtype != torch.float32 else None

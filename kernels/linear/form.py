@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from kernels.cpu_features import TILES
+from kernels.cpu_features import TILE_ROW_BYTES, TILE_ROWS, TILES
 
 # Bfloat16 that a number is the sum of.
 PIECES = 2
-# A tile register: rows, and columns in bfloat16.
-ROWS, COLUMNS = 16, 32
 _BFLOAT16_BYTES = 2
+# Of a tile.
+COLUMNS = TILE_ROW_BYTES // _BFLOAT16_BYTES
 
 
 def pieces_shape(rows: int, columns: int) -> tuple[int, int, int, int, int]:
     """Of x [rows, columns] in pieces: blocks of rows, steps of columns, piece by piece."""
-    return -(-rows // ROWS), columns // COLUMNS, PIECES, ROWS, COLUMNS
+    return -(-rows // TILE_ROWS), columns // COLUMNS, PIECES, TILE_ROWS, COLUMNS
 
 
 def scratch_bytes(rows: int, columns: int) -> int:

@@ -9,7 +9,8 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from kernels.jit import host, parallel_kernel, sum_of_squares
+from kernels.jit import host, parallel_kernel, scale_row, sum_of_squares
+from kernels.lanes import NARROW, load16, number, plus, put, store
 
 
 @parallel_kernel
@@ -17,14 +18,16 @@ def _add_rms_norm(
     residual: Any, delta: Any, has_delta: Any, scale: Any, eps: Any, out: Any
 ) -> None:
     rows, width = residual.shape
+    whole = width // NARROW * NARROW
     for r in prange(rows):
-        row = residual[r]
+        at = r * width
         if has_delta:
-            for i in range(width):
-                row[i] += delta[r, i]
-        inverse = np.float32(1.0) / np.sqrt(sum_of_squares(row) / np.float32(width) + eps)
-        for i in range(width):
-            out[r, i] = row[i] * inverse * scale[i]
+            for i in range(at, at + whole, NARROW):
+                store(residual, i, plus(load16(residual, i), load16(delta, i)))
+            for i in range(at + whole, at + width):
+                put(residual, i, number(residual, i) + number(delta, i))
+        mean = sum_of_squares(residual, at, width) / np.float32(width)
+        scale_row(residual, at, np.float32(1.0) / np.sqrt(mean + eps), scale, out, at)
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, scale: Tensor, eps: float) -> Tensor:
@@ -47,14 +50,13 @@ def _join_norms(
     left: Any, left_scale: Any, right: Any, right_scale: Any, eps: Any, out: Any
 ) -> None:
     rows, width = left.shape
+    size = np.float32(width)
     for r in prange(rows):
-        size = np.float32(width)
-        inverse = np.float32(1.0) / np.sqrt(sum_of_squares(left[r]) / size + eps)
-        for i in range(width):
-            out[r, i] = left[r, i] * inverse * left_scale[i]
-        inverse = np.float32(1.0) / np.sqrt(sum_of_squares(right[r]) / size + eps)
-        for i in range(width):
-            out[r, width + i] = right[r, i] * inverse * right_scale[i]
+        at = r * width
+        inverse = np.float32(1.0) / np.sqrt(sum_of_squares(left, at, width) / size + eps)
+        scale_row(left, at, inverse, left_scale, out, 2 * at)
+        inverse = np.float32(1.0) / np.sqrt(sum_of_squares(right, at, width) / size + eps)
+        scale_row(right, at, inverse, right_scale, out, 2 * at + width)
 
 
 def join_norms(

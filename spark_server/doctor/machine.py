@@ -129,7 +129,7 @@ def _tiles() -> str:
     """Whether matrix registers are used; without numba nothing here would use them."""
     if importlib.util.find_spec("numba") is None:
         return ""
-    from kernels.linear.amx import usable
+    from kernels.tile_registers import usable
 
     return ", AMX" if usable() else ""
 

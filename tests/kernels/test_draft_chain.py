@@ -23,12 +23,15 @@ from kernels.draft_chain import cpu, naive
 from kernels.draft_chain.form import tile_parts
 from kernels.draft_chain.products import (
     BLOCK,
+    MANY,
     byte_products,
     exact_products,
     in_byte_tiles,
     in_form,
+    many_byte_products,
     quantised,
     rounded_products,
+    takes_many,
 )
 from kernels.draft_chain.types import ChainStart, ChainWeights
 from kernels.tiles import LANES, in_tiles
@@ -147,6 +150,40 @@ def test_products(
         assert (out - exact)[:rows].abs().max() > 1e-4, "rounded to nothing coarser"
         nearest = x.bfloat16().double() @ matrix.double().T
         torch.testing.assert_close(out[:rows].double(), nearest[:rows], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.skipif(not takes_many(64), reason="this machine multiplies no tiles of bytes")
+@pytest.mark.parametrize("rows", [1, 4, 15, MANY])
+@pytest.mark.parametrize(("height", "width"), [(16, 64), (48, 128), (144, 256), (80, 768)])
+def test_many_products(rows: int, height: int, width: int) -> None:
+    """What a few at a time are, but for the order in which two scales are multiplied."""
+    g = torch.Generator().manual_seed(3)
+    matrix = in_byte_tiles(torch.randn(height, width, generator=g).bfloat16()).numpy()
+    x = torch.randn(MANY, width, generator=g).numpy()
+    out = np.full((MANY, height), np.nan, np.float32)
+    many_byte_products(matrix, x, rows, out)
+    for first in range(0, rows, BLOCK):
+        few = np.full((BLOCK, height), np.nan, np.float32)
+        byte_products(matrix, x[first : first + BLOCK], BLOCK, few)
+        here = min(BLOCK, rows - first)
+        np.testing.assert_allclose(out[first : first + here], few[:here], rtol=3e-7)
+
+
+@pytest.mark.skipif(not takes_many(64), reason="this machine multiplies no tiles of bytes")
+def test_a_wide_head_writes_many_rows_as_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of 70 and 37 rows; what is drafted behind them is the same too."""
+    monkeypatch.setattr("tests.kernels.test_draft_chain.WIDTH", 64)
+    found = []
+    for height in (MANY, BLOCK):
+        monkeypatch.setattr(cpu, "takes_many", lambda *widths, many=height == MANY: many)
+        own = weights(1)
+        ids, logprobs = cpu.draft_chain(own)(start_of([1, 64, 37], [3, 3, 2], 0))
+        found.append((ids[:2], logprobs[:2], own.pages.k.numpy(), own.pages.v.numpy()))
+    (many_ids, *many), (few_ids, *few) = found
+    assert np.array_equal(many_ids, few_ids)
+    for one, other in zip(many, few, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
+    assert not np.array_equal(many[1], weights(1).pages.k.numpy())
 
 
 @pytest.mark.skipif(not BYTES, reason="this CPU has no AVX512_VNNI")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.linear import amx
 from kernels.ops import Ops, cpu_ops, naive_ops
 from kernels.selftest import OperatorResult, RowsResult, SelfTest
+from kernels.tile_registers import usable
 
 CPU = torch.device("cpu")
 NAMES = ["linear", "rms_norm", "silu_mul", "gdn", "attention", "moe", "top1", "moves"]
@@ -70,7 +70,7 @@ def test_states_and_pages_that_are_wrong_are_found_too() -> None:
 
 def test_rows_of_the_cpu_operators_do_not_depend_on_their_company() -> None:
     found = rows(cpu_ops())
-    tiles = ["linear bfloat16 (amx)"] if amx.usable() else []
+    tiles = ["linear bfloat16 (amx)"] if usable() else []
     others = ["linear bfloat16 (fp16)", "linear float32 (float32)", "gdn", "attention"]
     assert list(found) == tiles + others
     assert not any(result.different for result in found.values())

@@ -10,7 +10,8 @@ import torch
 
 from engine.model.hybrid import HybridModel
 from engine.runner import RowPhase
-from kernels.linear import amx
+from kernels.linear import cpu
+from kernels.tile_registers import usable
 from tests.oracle.checkpoints import Oracle, make
 from tests.oracle.ours import SLOTS, build, run, segment, split_prompt
 from tests.oracle.test_logits import prompt
@@ -51,13 +52,13 @@ def exact_model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> HybridModel:
     """The same model with each form of packed products."""
-    if request.param == "amx" and not amx.usable():
+    if request.param == "amx" and not usable():
         pytest.skip("this machine multiplies no tiles")
     folder: Path = tmp_path_factory.mktemp("exact")
     oracle = make(folder, "qwen3_5_moe", 2, bf16=request.param != "float32")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "fp16":
-            patch.setattr(amx, "usable", lambda: False)
+            patch.setattr(cpu, "usable", lambda: False)
         model = build(oracle.folder, "cpu", threads=2)
     assert model.network.lm_head.form == request.param  # type: ignore[attr-defined]
     return model
