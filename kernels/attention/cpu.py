@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
 import numpy as np
 from numba import prange
 from torch import Tensor
@@ -225,6 +226,7 @@ def _write(
 
 @parallel_kernel
 def _attend(
+    threads: Any,
     qkv: Any,
     q_norm: Any,
     cos: Any,
@@ -239,23 +241,25 @@ def _attend(
     out: Any,
 ) -> None:
     kv_heads = pages_k.shape[1]
-    for item in prange(positions.shape[0] * kv_heads):
-        r = item // kv_heads
-        owner = row_segment[r]
-        attend_group(
-            qkv[r],
-            item % kv_heads,
-            q_norm,
-            cos,
-            sin,
-            eps,
-            positions[r],
-            block_tables[owner],
-            first_key[owner],
-            pages_k,
-            pages_v,
-            out[r],
-        )
+    # In turn, since later rows of a prompt take longer.
+    for thread in prange(threads):
+        for item in range(np.int64(thread), positions.shape[0] * kv_heads, threads):
+            r = item // kv_heads
+            owner = row_segment[r]
+            attend_group(
+                qkv[r],
+                item % kv_heads,
+                q_norm,
+                cos,
+                sin,
+                eps,
+                positions[r],
+                block_tables[owner],
+                first_key[owner],
+                pages_k,
+                pages_v,
+                out[r],
+            )
 
 
 def attention_mixer(
@@ -286,6 +290,7 @@ def attention_mixer(
         qkv, positions, owners = qkv[wanted], positions[wanted], owners[wanted]
     out = qkv.new_empty(qkv.shape[0], params.heads * params.head_dim)
     _attend(
+        numba.get_num_threads(),
         qkv.numpy(),
         host(params.q_norm),
         cos,
