@@ -283,6 +283,20 @@ def largest(typing: Any, lanes: Any) -> Any:
     return types.float32(lanes), code
 
 
+@intrinsic
+def first_equal(typing: Any, lanes: Any, number: Any) -> Any:
+    """The first lane that is a float32, as many as there are lanes if none is."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        width = lanes.width
+        same = builder.fcmp_ordered("==", args[0], _splat(builder, args[1], width))
+        mask, wide = ir.IntType(width), ir.IntType(64)
+        bits = builder.zext(builder.bitcast(same, mask), wide)
+        return builder.cttz(builder.or_(bits, wide(1 << width)), ir.IntType(1)(1))
+
+    return types.int64(lanes, types.float32), code
+
+
 @intrinsic(prefer_literal=True)
 def add_products(
     typing: Any,

@@ -27,6 +27,7 @@ from kernels.draft_chain.products import (
 )
 from kernels.draft_chain.types import Chain, ChainStart, ChainWeights, Drafts
 from kernels.jit import exp32, inline, parallel_kernel, sigmoid32
+from kernels.lanes import first_equal, load16
 from kernels.tiles import LANES
 
 # How far from the truth it may be, as a share of its length: every product rounds its matrix and
@@ -66,10 +67,12 @@ def _best(logits: Any) -> Any:
     for i in range(logits.shape[0]):
         highest = np.int32(max(highest, _ordered(np.float32(logits[i]).view(np.int32))))
     top = np.int32(_ordered(highest)).view(np.float32)
-    place = np.int32(logits.shape[0] - 1)
-    for i in range(logits.shape[0]):
-        if logits[i] == top:
-            place = min(place, np.int32(i))
+    # The vocabulary is a whole number of tiles.
+    place, lane = 0, LANES
+    while lane == LANES and place < logits.shape[0]:
+        lane = first_equal(load16(logits, place), top)
+        place += LANES
+    place = min(place - LANES + lane, logits.shape[0] - 1)
     total = np.float32(0.0)
     for i in range(logits.shape[0]):
         total += exp32(logits[i] - top)
@@ -268,6 +271,8 @@ def _chain(
 ) -> None:
     sequences = depths.shape[0]
     written, owners = _caught_up(row_start, depths)
+    # A few rows for each thread are faster without the padding that many take.
+    height = height if written.shape[0] > BLOCK * threads else BLOCK
     for drafting in range(2):
         # One loop for both: a parallel loop of its own takes three seconds to compile.
         items = sequences if drafting else written.shape[0]

@@ -1,4 +1,4 @@
-"""Products of a bfloat16 matrix with one to four rows, or sixteen, in numba.
+"""Products of a bfloat16 matrix with one to four rows, or up to 32, in numba.
 
 Where the CPU multiplies bytes, matrices and rows are rounded to them, as nowhere else, and where it
 multiplies bfloat16, rows are: a draft's bits decide nothing, the target verifies.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu_features import BFLOAT16, BYTE_TILES, BYTES, TILE_ROW_BYTES, TILE_ROWS
-from kernels.draft_chain.tile import AT_ONCE, multiply, multiply_many
+from kernels.draft_chain.tile import AT_ONCE, HEIGHT, multiply, multiply_many
 from kernels.jit import inline
 from kernels.tile_registers import release_registers, shape_registers, usable
 from kernels.tiles import LANES, in_tiles
@@ -23,7 +23,7 @@ from kernels.tiles import LANES, in_tiles
 # Rows that one call of `products` takes: with four the CPU multiplies as fast as it can.
 BLOCK = 4
 # Rows that one call of `many_products` takes.
-MANY = TILE_ROWS
+MANY = HEIGHT * TILE_ROWS
 # The largest of a row of bytes; in a matrix they are stored with 128 more, as unsigned ones.
 _TOP = 127
 # A row that is all zeros is scaled as if this were its largest.

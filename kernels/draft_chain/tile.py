@@ -165,20 +165,20 @@ def multiply(typing_context: Any, weight: Any, first: Any, x: Any, rows: Any, ou
     return types.intp(weight, types.intp, x, rows, out), generate
 
 
-# Tiles of a matrix that `multiply_many` takes at a time, and the registers: sums, x, the matrix.
-AT_ONCE = 4
-_SUM, _X, _MATRIX = 0, 4, 5
-_MATRICES = 3
+# Blocks of sixteen rows, and tiles of a matrix, that `multiply_many` takes at a time: four
+# registers hold sums, two x, two the matrix.
+HEIGHT, AT_ONCE = 2, 2
+_SUM, _X, _MATRIX = 0, 4, 6
 _WORD_BYTES = 4
 _LINE = ir.IntType(64)(TILE_ROW_BYTES)
 
 
 @intrinsic
 def multiply_many(typing_context: Any, weight: Any, first: Any, x: Any, sums: Any, out: Any) -> Any:
-    """Put sixteen rows of x times AT_ONCE tiles from `first` on into out, in tile registers.
+    """Put HEIGHT blocks of x times AT_ONCE tiles from `first` on into out, in tile registers.
 
-    In bytes, as `multiply` takes them; K must be a whole number of lines of 64, x and out have
-    sixteen rows. The registers must be whole ones; sums [16, LANES] int32 is scratch.
+    In bytes, as `multiply` takes them; K must be a whole number of lines of 64, x and out have as
+    many rows. The registers must be whole ones; sums [16, LANES] int32 is scratch.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -201,37 +201,43 @@ def multiply_many(typing_context: Any, weight: Any, first: Any, x: Any, sums: An
             place = builder.select(builder.icmp_signed("<", place, last), place, last)
             places.append(place)
             starts.append(builder.mul(builder.mul(place, lines), size(LANES)))
+        for i in range(HEIGHT * AT_ONCE):
             instruct(builder, "tilezero", register(_SUM + i))
         x_stride = builder.mul(x_words, size(_WORD_BYTES))
         steps = builder.sdiv(numbers, size(TILE_ROWS))
         with cgutils.for_range(builder, steps) as loop:
-            at = bytes_at(builder, x.data, builder.mul(loop.index, size(TILE_ROW_BYTES)))
-            instruct(builder, "tileloadd64", register(_X), at, x_stride)
             offset = builder.mul(loop.index, size(TILE_ROWS * LANES))
             for i, start in enumerate(starts):
-                right = register(_MATRIX + i % _MATRICES)
                 at = bytes_at(builder, builder.gep(weight.data, [builder.add(start, offset)]))
-                instruct(builder, "tileloadd64", right, at, _LINE)
-                instruct(builder, "tdpbsud", register(_SUM + i), register(_X), right)
+                instruct(builder, "tileloadd64", register(_MATRIX + i), at, _LINE)
+            for m in range(HEIGHT):
+                row = builder.mul(x_words, size(m * TILE_ROWS))
+                column = builder.mul(loop.index, size(TILE_ROWS))
+                at = bytes_at(builder, builder.gep(x.data, [builder.add(row, column)]))
+                instruct(builder, "tileloadd64", register(_X + m), at, x_stride)
+                for i in range(AT_ONCE):
+                    operands = register(_SUM + m * AT_ONCE + i), register(_X + m)
+                    instruct(builder, "tdpbsud", *operands, register(_MATRIX + i))
         for i, (place, start) in enumerate(zip(places, starts, strict=True)):
-            at = bytes_at(builder, sums.data)
-            instruct(builder, "tilestored64", register(_SUM + i), at, _LINE)
             end = builder.add(start, builder.mul(numbers, size(LANES)))
             scales = builder.load(vector_at(weight.data, end, _FLOATS), align=4)
             column = builder.mul(place, size(LANES))
-            with cgutils.for_range(builder, size(TILE_ROWS)) as loop:
-                row = builder.mul(loop.index, size(LANES))
-                total = builder.load(vector_at(sums.data, row, _WORDS), align=4)
-                row_end = builder.add(builder.mul(loop.index, x_words), numbers)
-                begin = _everywhere(builder, builder.gep(x.data, [row_end]))
-                scale_at = builder.gep(x.data, [builder.add(row_end, size(1))])
-                scale = _everywhere(
-                    builder, builder.bitcast(scale_at, _FLOATS.element.as_pointer())
-                )
-                total = builder.sitofp(builder.add(total, begin), _FLOATS)
-                total = builder.fmul(builder.fmul(total, scales), scale)
-                target = builder.add(builder.mul(loop.index, out_width), column)
-                builder.store(total, vector_at(out.data, target, _FLOATS), align=4)
+            for m in range(HEIGHT):
+                at = bytes_at(builder, sums.data)
+                instruct(builder, "tilestored64", register(_SUM + m * AT_ONCE + i), at, _LINE)
+                with cgutils.for_range(builder, size(TILE_ROWS)) as loop:
+                    at = builder.mul(loop.index, size(LANES))
+                    total = builder.load(vector_at(sums.data, at, _WORDS), align=4)
+                    row = builder.add(loop.index, size(m * TILE_ROWS))
+                    row_end = builder.add(builder.mul(row, x_words), numbers)
+                    begin = _everywhere(builder, builder.gep(x.data, [row_end]))
+                    scale_at = builder.gep(x.data, [builder.add(row_end, size(1))])
+                    number = ir.FloatType().as_pointer()
+                    scale = _everywhere(builder, builder.bitcast(scale_at, number))
+                    total = builder.sitofp(builder.add(total, begin), _FLOATS)
+                    total = builder.fmul(builder.fmul(total, scales), scale)
+                    target = builder.add(builder.mul(row, out_width), column)
+                    builder.store(total, vector_at(out.data, target, _FLOATS), align=4)
         return context.get_dummy_value()
 
     return types.void(weight, types.intp, x, sums, out), generate
