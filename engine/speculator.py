@@ -107,7 +107,9 @@ class Speculator:
         self._plain_run = 0
         decoding = self._scheduler.decoding()
         choice = self._choose(decoding)
-        wanted = dict(zip((s.request_id for s in decoding), choice.drafts, strict=True))
+        wanted: dict[int, int] = {}
+        if choice.depth:
+            wanted = dict(zip((s.request_id for s in decoding), choice.drafts, strict=True))
         # Prompts are drafted over as they come where few run; elsewhere that costs more than it
         # brings, and the drafter begins with what it remembers, the prompt's last rows.
         running = self._scheduler.holdings.slots.used
@@ -120,13 +122,19 @@ class Speculator:
         parts = zip(plan.sequences, plan.segments, outcome.tokens, first_rows, strict=False)
         for sequence, segment, tokens, first_row in parts:
             slot = sequence.slot
+            decodes = segment.phase is RowPhase.DECODE
+            if decodes and not eager and len(tokens) == 1:
+                # In short, since a wide step has many of these.
+                if slot is not None and sequence.computed > segment.start:
+                    plain.append((slot, segment.start, first_row, tokens[0]))
+                continue
             next_tokens = _next_tokens(segment, tokens)
             if slot is None or sequence.computed < segment.start + len(next_tokens):
                 continue  # it ended, or a watchdog cut it
             engaged = eager and self._gate.covers(slot)
-            if segment.phase is not RowPhase.DECODE and running > MANY_RUNNING:
+            if not decodes and running > MANY_RUNNING:
                 engaged = False
-            if not engaged and segment.phase is RowPhase.DECODE and len(tokens) == 1:
+            if not engaged and decodes and len(tokens) == 1:
                 plain.append((slot, segment.start, first_row, tokens[0]))
                 continue
             rows.append(
@@ -203,7 +211,7 @@ class Speculator:
         if not decodes:
             return
         verifies = [(drafts, accepted) for drafts, accepted in decodes if drafts]
-        for kept in _kept_drafts(plan):
+        for kept in _kept_drafts(plan) if verifies else ():
             self._lengths[kept] += 1
         for drafts, accepted in verifies:
             self._verifies += 1
@@ -254,8 +262,13 @@ class Speculator:
         )
 
     def _choose(self, decoding: Listing[Sequence]) -> Choice:
+        too_wide = len(decoding) > self._policy.mtp_max_seqs
         choice = self._gate.choose(
-            [Candidate(s.slot, _room(s)) for s in decoding if s.slot is not None],
+            [
+                Candidate(s.slot, 0 if too_wide else _room(s))
+                for s in decoding
+                if s.slot is not None
+            ],
             self._scheduler.prompt_rows_ahead(),
             self._scheduler.holdings.slots.used,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from engine.speculation.adaptive_rung import AcceptBuckets, AdaptiveRung, Flush
 from engine.speculation.capacity import clamp_drafts_to_slot_capacity
@@ -42,8 +43,7 @@ _TELLS_NOTHING = (PlainReason.NO_ROOM, PlainReason.PROMPTS)
 MANY_PROMPT_ROWS, MANY_RUNNING = 64, 8
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A sequence that decodes.
 
     Attributes:
@@ -140,13 +140,16 @@ class SpecGate:
             running: sequences that hold a slot, those with prompt rows too.
         """
         width = len(candidates)
-        covered = [c.slot for c in candidates if self.covers(c.slot)]
+        slots = self._slots
+        covered = [c.slot for c in candidates if c.slot < slots]
         engaged = self._settings.num_drafts > 0 and 0 < width <= self._settings.mtp_max_seqs
         notice = self._engage(engaged, width) if width and self._pinned is None else None
         many = prompt_rows >= MANY_PROMPT_ROWS and running > MANY_RUNNING
         crowded = many and self._controller is not None
         depth = self._depth(width, covered) if engaged and covered and not crowded else 0
-        drafts = tuple(min(depth, max(c.room, 0)) if self.covers(c.slot) else 0 for c in candidates)
+        drafts = (0,) * width
+        if depth:
+            drafts = tuple(min(depth, max(c.room, 0)) if c.slot < slots else 0 for c in candidates)
         return Choice(
             drafts=drafts,
             depth=depth,
