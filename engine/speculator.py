@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 # Steps that follow a choice to plain-decode before it is asked for again.
 PLAIN_RUN = 7
+# Sequences above the dispatch cap up to which rows are remembered for a drafter that will go on. A
+# few more must end before it does, and by then it has some; further up nobody would read them.
+REMEMBERED_ABOVE = 8
 
 
 class Speculator:
@@ -101,18 +104,22 @@ class Speculator:
 
         hidden [plan rows, H] is that of the step. Sequences may have ended or been cut since.
         """
-        if self._plain_run and self._scheduler.holdings.slots.used == len(plan.segments):
-            self._remember_all(plan, outcome, hidden)
+        running = self._scheduler.holdings.slots.used
+        far_too_wide = running > self._policy.mtp_max_seqs + REMEMBERED_ABOVE
+        if self._plain_run and running == len(plan.segments):
+            if not far_too_wide:
+                self._remember_all(plan, outcome, hidden)
             return
         self._plain_run = 0
         decoding = self._scheduler.decoding()
         choice = self._choose(decoding)
+        if far_too_wide and not choice.depth:
+            return
         wanted: dict[int, int] = {}
         if choice.depth:
             wanted = dict(zip((s.request_id for s in decoding), choice.drafts, strict=True))
         # Prompts are drafted over as they come where few run; elsewhere that costs more than it
         # brings, and the drafter begins with what it remembers, the prompt's last rows.
-        running = self._scheduler.holdings.slots.used
         idle = not decoding and self._rungs.get(running, 1) > 0
         eager = choice.depth > 0 or idle
         first_rows = accumulate((len(s.token_ids) for s in plan.segments), initial=0)
@@ -203,6 +210,9 @@ class Speculator:
     def _learn(self, plan: StepPlan, outcome: StepOutcome, seconds: float, now: float) -> None:
         """Count what the step's drafts came to; its seconds run from the choice before it."""
         choice = self._choice
+        if choice.reason is PlainReason.TOO_WIDE:
+            self._count_plain(seconds)
+            return
         decodes = [
             (len(segment.token_ids) - 1, len(tokens) - 1)
             for segment, tokens in zip(plan.segments, outcome.tokens, strict=True)
@@ -269,7 +279,7 @@ class Speculator:
                 for s in decoding
                 if s.slot is not None
             ],
-            self._scheduler.prompt_rows_ahead(),
+            0 if too_wide else self._scheduler.prompt_rows_ahead(),
             self._scheduler.holdings.slots.used,
         )
         if choice.notice is not None:

@@ -135,8 +135,9 @@ class Drafter:
     def move(self, src: int, dst: int) -> None:
         """The sequence in `src` goes to `dst`; its KV pages stay where they are."""
         self._note_waiting()
-        self.log[dst] = self.log[src]
-        self._log_tokens[dst] = self._log_tokens[src]
+        if self._cursors.logged[src] < self._cursors.end[src]:
+            self.log[dst] = self.log[src]
+            self._log_tokens[dst] = self._log_tokens[src]
         self._cursors.move(src, dst)
 
     def draft(self, rows: Sequence[DraftRows], hidden: Tensor) -> list[Proposal]:
