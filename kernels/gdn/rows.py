@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from kernels.jit import inner, sigmoid32
+from kernels.jit import inner, sigmoid32, sum_of_squares
 from kernels.lanes import (
     COLUMNS,
     NARROW,
     WIDE,
     copy,
     join_columns,
-    load16,
     load32,
     minus,
     plus_product,
@@ -24,9 +23,7 @@ from kernels.lanes import (
     scaled,
     split_columns,
     store,
-    sum_in_order,
     times,
-    zeros16,
     zeros32,
 )
 
@@ -91,19 +88,9 @@ def silu(x: Any, count: Any) -> None:
 
 
 @inner
-def _sum_of_squares(x: Any, at: Any, count: Any) -> Any:
-    """Of x[at:][:count], in the order of kernels.jit.sum_of_squares; count is padded."""
-    lanes = zeros16()
-    for c in range(at, at + count, NARROW):
-        part = load16(x, c)
-        lanes = plus_product(lanes, part, part)
-    return sum_in_order(lanes)
-
-
-@inner
 def normalise(x: Any, at: Any, count: Any, divisor: Any) -> None:
     """x[at:][:count] becomes as long as 1 / divisor."""
-    scale = _ONE / np.sqrt(_sum_of_squares(x, at, count) + _EPS_L2) / divisor
+    scale = _ONE / np.sqrt(sum_of_squares(x, at, count) + _EPS_L2) / divisor
     for c in range(at, at + count, WIDE):
         store(x, c, scaled(load32(x, c), scale))
 
@@ -113,7 +100,7 @@ def gated_norm(
     read: Any, at: Any, z: Any, z_at: Any, norm: Any, eps: Any, dv: Any, count: Any
 ) -> None:
     """read becomes norm * read / rms(read) * z, where z already is a silu; count is dv padded."""
-    mean = _sum_of_squares(read, at, count) / np.float32(dv)
+    mean = sum_of_squares(read, at, count) / np.float32(dv)
     inverse = _ONE / np.sqrt(mean + eps)
     for c in range(0, count, WIDE):
         normed = times(load32(norm, c), scaled(load32(read, at + c), inverse))
