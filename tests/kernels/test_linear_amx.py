@@ -12,9 +12,10 @@ from numba.core.codegen import get_host_cpu_features
 from torch import Tensor
 
 from kernels.linear import amx, cpu
+from kernels.tile_registers import usable
 from tests.processes import run_python
 
-needs_tiles = pytest.mark.skipif(not amx.usable(), reason="this machine multiplies no tiles")
+needs_tiles = pytest.mark.skipif(not usable(), reason="this machine multiplies no tiles")
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
