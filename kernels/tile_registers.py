@@ -11,12 +11,13 @@ import sys
 from functools import cache
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_features import TILE_ROW_BYTES, TILES
+from kernels.cpu_features import TILE_ROW_BYTES, TILE_ROWS, TILES
 
 # Linux gives a process the registers' state only when it asks: ARCH_REQ_XCOMP_PERM, XTILE_DATA.
 _ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18
@@ -36,6 +37,7 @@ def usable() -> bool:
 
 
 def instruct(builder: Any, name: str, *operands: Any) -> None:
+    """Emit an instruction by its name among LLVM's of x86."""
     kind = ir.FunctionType(_VOID, [operand.type for operand in operands])
     function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}")
     builder.call(function, operands)
@@ -47,9 +49,18 @@ def bytes_at(builder: Any, pointer: Any, *offset: Any) -> Any:
     return builder.gep(at, offset) if offset else at
 
 
+def whole_registers() -> Any:
+    """[64] bytes of shape_registers: every register has sixteen rows of 64 bytes."""
+    shape = np.zeros(64, np.uint8)
+    shape[0] = 1
+    shape[16:32:2] = TILE_ROW_BYTES
+    shape[48:56] = TILE_ROWS
+    return shape
+
+
 @intrinsic
 def shape_registers(typing_context: Any, shapes: Any, rows: Any) -> Any:
-    """Give this thread's registers the shape of a line of shapes [n, 64] bytes, flat."""
+    """Give this thread's registers the shapes of a line of shapes [n, 64] bytes, flat."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])

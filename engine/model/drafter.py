@@ -1,8 +1,9 @@
 """Runs the MTP head over final rows and re-feeds it to propose tokens.
 
 While a sequence does not speculate, only its last hidden states are remembered; when it speculates
-again the head catches up from those, and attends to nothing before them. So plain decoding costs a
-copy of one row, and a gap costs context of the drafter, never correctness.
+again the head catches up from those, and attends to nothing before them. Far above the dispatch cap
+not even those are handed over; then a sequence begins anew. So plain decoding costs at most a copy
+of one row, and a gap costs context of the drafter, never correctness.
 """
 
 from __future__ import annotations

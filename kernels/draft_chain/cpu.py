@@ -18,9 +18,9 @@ from kernels.cpu_features import BFLOAT16, BYTES
 from kernels.draft_chain.products import (
     BLOCK,
     MANY,
+    block_products,
     fast,
     in_form,
-    many_products,
     products,
     takes_many,
     wide,
@@ -85,7 +85,7 @@ def _enter(
 ) -> None:
     """residual [n, H] = fc over the norms of the embeddings and of hidden [n, H].
 
-    n, here and in _write_rows, is BLOCK, or MANY for many_products.
+    n, here and in _write_rows, is BLOCK, or MANY where the CPU takes so many.
     """
     width = hidden.shape[1]
     joined = np.zeros((hidden.shape[0], 2 * width), np.float32)
@@ -96,10 +96,7 @@ def _enter(
             embedded[i] = wide(source[i])
         _scaled(embedded, scales[0], eps, joined[r, :width])
         _scaled(hidden[r], scales[1], eps, joined[r, width:])
-    if hidden.shape[0] == BLOCK:
-        products(matrices[1], joined, rows, residual)
-    else:
-        many_products(matrices[1], joined, rows, residual)
+    block_products(matrices[1], joined, rows, residual)
 
 
 @fast
@@ -134,10 +131,7 @@ def _write_rows(
         _scaled(residual[r], scales[2], eps, normed[r])
     kv = np.empty((height, kv_width), np.float32)
     kv_weight = qkv_weight[qkv_weight.shape[0] - kv_width // LANES :]
-    if height == BLOCK:
-        products(kv_weight, normed, rows, kv)
-    else:
-        many_products(kv_weight, normed, rows, kv)
+    block_products(kv_weight, normed, rows, kv)
     for r in range(rows):
         s = owners[chosen[r]]
         position = begins[s] + chosen[r] - row_start[s]

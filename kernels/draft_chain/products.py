@@ -17,12 +17,12 @@ from torch import Tensor
 from kernels.cpu_features import BFLOAT16, BYTE_TILES, BYTES, TILE_ROW_BYTES, TILE_ROWS
 from kernels.draft_chain.tile import AT_ONCE, HEIGHT, multiply, multiply_many
 from kernels.jit import inline
-from kernels.tile_registers import release_registers, shape_registers, usable
+from kernels.tile_registers import release_registers, shape_registers, usable, whole_registers
 from kernels.tiles import LANES, in_tiles
 
 # Rows that one call of `products` takes: with four the CPU multiplies as fast as it can.
 BLOCK = 4
-# Rows that one call of `many_products` takes.
+# Rows that one call of `block_products` takes where takes_many.
 MANY = HEIGHT * TILE_ROWS
 # The largest of a row of bytes; in a matrix they are stored with 128 more, as unsigned ones.
 _TOP = 127
@@ -137,20 +137,11 @@ def byte_products(weight: Any, x: Any, rows: Any, out: Any) -> None:
 
 
 def takes_many(*widths: int) -> bool:
-    """Whether `many_products` can be called for x of these widths, on this machine."""
+    """Whether `block_products` takes MANY rows of x of these widths, on this machine."""
     return BYTE_TILES and usable() and all(width % TILE_ROW_BYTES == 0 for width in widths)
 
 
-def _whole_registers() -> Any:
-    """The line of shape_registers for registers of sixteen whole rows."""
-    shape = np.zeros((1, 64), np.uint8)
-    shape[:, 0] = 1
-    shape[:, 16:32:2] = TILE_ROW_BYTES
-    shape[:, 48:56] = TILE_ROWS
-    return shape
-
-
-_WHOLE = _whole_registers()
+_WHOLE = whole_registers()
 
 
 @fast
@@ -168,5 +159,14 @@ def many_byte_products(weight: Any, x: Any, rows: Any, out: Any) -> None:
 
 
 products = byte_products if BYTES else rounded_products if BFLOAT16 else exact_products
-many_products = many_byte_products if BYTE_TILES else products
+_many_products = many_byte_products if BYTE_TILES else products
 in_form = in_byte_tiles if BYTES else in_tiles
+
+
+@fast
+def block_products(weight: Any, x: Any, rows: Any, out: Any) -> None:
+    """As `products`, of x [BLOCK, K] or, where takes_many(K), [MANY, K]."""
+    if x.shape[0] == BLOCK:
+        products(weight, x, rows, out)
+    else:
+        _many_products(weight, x, rows, out)

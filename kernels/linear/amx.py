@@ -1,10 +1,10 @@
 """Products in the matrix registers of x86 CPUs that have them (AMX), of bfloat16 weights.
 
-A float32 is the sum of two bfloat16, each the nearest to what is left, to 17 bits. Their products
-with a bfloat16 weight are exact in float32, and are summed there, so that two multiplications of
-tiles are a product with an error of 2.5e-6 of its largest number, where float32 itself has 0.5e-6
-and activations in bfloat16 1.8e-3. A number of the result goes through the same operations in the
-same order whatever the other rows are.
+A float32 is nearly the sum of two bfloat16, each the nearest to what is left: 16 bits. Their
+products with a bfloat16 weight are exact in float32, and are summed there, so that two
+multiplications of tiles are a product with an error of 2.5e-6 of its largest number, where float32
+itself has 0.5e-6 and activations in bfloat16 1.8e-3. A number of the result goes through the same
+operations in the same order whatever the other rows are.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from kernels.tile_registers import (
     release_registers,
     shape_registers,
     usable,
+    whole_registers,
 )
 from kernels.tiles import LANES, in_tiles
 
@@ -106,9 +107,7 @@ def _shapes(rest: int, alone: int) -> Any:
     First for whole tiles of the matrix, then for its last _WIDTH tiles: the last has `rest` rows if
     that is not 0, and `alone` says that it stands in for the one before it too.
     """
-    shapes = np.zeros((2, 1 + _HEIGHT * TILE_ROWS, 64), np.uint8)
-    shapes[..., 0] = 1
-    shapes[..., 16:32:2] = TILE_ROW_BYTES
+    shapes = np.tile(whole_registers(), (2, 1 + _HEIGHT * TILE_ROWS, 1))
     for last, by_rows in enumerate(shapes):
         if last and rest:
             for register in range(0 if alone else 1, 8, 1 if alone else _WIDTH):
