@@ -321,6 +321,7 @@ class SelfTest:
             hidden=self._random(2, WIDTH),
             row_start=np.array([0, 1, 2], np.int64),
             begins=np.array([62, 70], np.int64),
+            first_hidden=np.array([0, 1], np.int64),
             block_tables=np.arange(2 * BLOCKS).reshape(2, BLOCKS),
             first_key=np.zeros(2, np.int64),
             depths=np.array([3, 3], np.int64),

@@ -33,12 +33,11 @@ _MOST_WAITING = 8
 class _FirstPass:
     """Rows of each sequence that the head has not seen: where they begin, and the token after each.
 
-    hidden: [all rows, H] in the activations' dtype.
+    A sequence's remembered ones come first, then those of the step.
     """
 
     begins: list[int]
     tokens: list[tuple[int, ...]]
-    hidden: Tensor
 
     def segments(self, rows: Sequence[DraftRows]) -> list[Segment]:
         return [_segment(*each) for each in zip(rows, self.begins, self.tokens, strict=True)]
@@ -217,10 +216,11 @@ class Drafter:
 
     def _propose(self, rows: Sequence[DraftRows], hidden: Tensor) -> list[Proposal]:
         """One pass over all final rows that the head has not seen, then a row per further draft."""
-        first = self._first_pass(rows, hidden)
+        first = self._first_pass(rows)
         if self._chain is not None:
-            return self._chained(rows, first)
-        state, logits = self._run(self._step(first.segments(rows), rows), first.hidden)
+            return self._chained(rows, first, hidden)
+        inputs = self._gathered(rows, first, hidden)
+        state, logits = self._run(self._step(first.segments(rows), rows), inputs)
         active = [i for i, entry in enumerate(rows) if entry.drafts]
         drafted, numbers = [], []
         depth, step = 1, None
@@ -240,85 +240,89 @@ class Drafter:
                 state, logits = self._run(step, state)
         return _proposals(len(rows), drafted, numbers)
 
-    def _chained(self, rows: Sequence[DraftRows], first: _FirstPass) -> list[Proposal]:
+    def _chained(
+        self, rows: Sequence[DraftRows], first: _FirstPass, hidden: Tensor
+    ) -> list[Proposal]:
         """Everything in one call, where the head is small enough."""
         assert self._chain is not None
-        ids, logprobs = self._chain(self._start(rows, first))
+        ids, logprobs = self._chain(self._start(rows, first, hidden))
         found = zip(rows, ids.tolist(), logprobs.tolist(), strict=True)
         return [Proposal(tuple(t[: e.drafts]), tuple(p[: e.drafts])) for e, t, p in found]
 
-    def _start(self, rows: Sequence[DraftRows], first: _FirstPass) -> ChainStart:
+    def _start(self, rows: Sequence[DraftRows], first: _FirstPass, hidden: Tensor) -> ChainStart:
         """All numbers in one array: each further call of numpy costs 2 to 8 us within a step."""
         count, widest = len(rows), max(len(entry.block_table) for entry in rows)
         first_key = self._cursors.first_key
+        row_start = list(accumulate(map(len, first.tokens), initial=0))
+        first_hidden = [entry.first_row for entry in rows]
+        if first.begins != [entry.start for entry in rows]:
+            hidden, first_hidden = self._gathered(rows, first, hidden), row_start[:-1]
         numbers = [entry.drafts for entry in rows]
         numbers += first.begins
+        numbers += first_hidden
         numbers += [first_key.item(entry.slot) for entry in rows]
-        numbers += accumulate(map(len, first.tokens), initial=0)
+        numbers += row_start
         for entry in rows:
             numbers += entry.block_table
             numbers += (self._dummy_block,) * (widest - len(entry.block_table))
         for tokens in first.tokens:
             numbers += tokens
         packed = np.fromiter(numbers, np.int64, len(numbers))
-        tables = 4 * count + 1
+        tables = 5 * count + 1
         rest = tables + count * widest
         return ChainStart(
             tokens=packed[rest:],
-            hidden=first.hidden,
-            row_start=packed[3 * count : tables],
+            hidden=hidden,
+            row_start=packed[4 * count : tables],
             begins=packed[count : 2 * count],
+            first_hidden=packed[2 * count : 3 * count],
             block_tables=packed[tables:rest].reshape(count, widest),
-            first_key=packed[2 * count : 3 * count],
+            first_key=packed[3 * count : 4 * count],
             depths=packed[:count],
         )
 
-    def _first_pass(self, rows: Sequence[DraftRows], hidden: Tensor) -> _FirstPass:
-        """Remembered rows and new ones of every sequence."""
+    def _first_pass(self, rows: Sequence[DraftRows]) -> _FirstPass:
+        """Remembered rows and new ones of every sequence, which the head has seen from now on."""
         cursors = self._cursors
         tokens: list[tuple[int, ...]] = []
         begins: list[int] = []
+        for entry in rows:
+            slot, own = entry.slot, entry.next_tokens
+            written, logged = cursors.written.item(slot), cursors.logged.item(slot)
+            if written < logged:
+                cursors.first_key[slot] = logged
+            begin = max(written, logged)
+            if begin < entry.start:
+                places = np.arange(begin, entry.start) % LOG_ROWS
+                own = (*self._log_tokens[slot, places].tolist(), *own)
+            begins.append(begin)
+            tokens.append(own)
+            for field in (cursors.end, cursors.written, cursors.logged):
+                field[slot] = entry.start + len(entry.next_tokens)
+        return _FirstPass(begins, tokens)
+
+    def _gathered(self, rows: Sequence[DraftRows], first: _FirstPass, hidden: Tensor) -> Tensor:
+        """[all rows of the first pass, H] in the activations' dtype; hidden [step rows, H]."""
         fresh_at: list[int] = []
         fresh_from: list[int] = []
         logged_at: list[int] = []
         logged_from: list[int] = []
         total = 0
-        for entry in rows:
-            slot, written = entry.slot, cursors.written.item(entry.slot)
-            logged, end = cursors.logged.item(slot), cursors.end.item(slot)
-            if written < logged:
-                cursors.first_key[slot] = logged
-            begin = max(written, logged)
-            own = entry.next_tokens
-            if begin < end:
-                places = [p % LOG_ROWS for p in range(begin, end)]
-                logged_at += range(total, total + len(places))
-                logged_from += (slot * LOG_ROWS + place for place in places)
-                total += len(places)
-                own = (*(int(t) for t in self._log_tokens[slot, places]), *own)
-            fresh = len(entry.next_tokens)
-            fresh_at += range(total, total + fresh)
+        for entry, begin in zip(rows, first.begins, strict=True):
+            logged, fresh = entry.start - begin, len(entry.next_tokens)
+            logged_at += range(total, total + logged)
+            logged_from += (entry.slot * LOG_ROWS + p % LOG_ROWS for p in range(begin, entry.start))
+            fresh_at += range(total + logged, total + logged + fresh)
             fresh_from += range(entry.first_row, entry.first_row + fresh)
-            total += fresh
-            begins.append(begin)
-            tokens.append(own)
-            for field in (cursors.end, cursors.written, cursors.logged):
-                field[slot] = entry.start + fresh
+            total += logged + fresh
         if not logged_at:
-            return _FirstPass(begins, tokens, self._picked(hidden, fresh_from))
-        at = indices(self.device, fresh_from, fresh_at, logged_at, logged_from)
+            (picked,) = indices(self.device, fresh_from)
+            return hidden[picked].to(self._dtype)
+        at = indices(self.device, fresh_from, fresh_at, logged_from, logged_at)
         inputs = torch.empty((total, hidden.shape[1]), dtype=self._dtype, device=self.device)
         inputs[at[1]] = hidden[at[0]].to(self._dtype)
-        inputs[at[2]] = self.log.view(-1, hidden.shape[1])[at[3]]
-        return _FirstPass(begins, tokens, inputs)
-
-    def _picked(self, hidden: Tensor, rows: list[int]) -> Tensor:
-        """These rows of hidden [step rows, H], in the activations' dtype."""
-        if self._host_log is not None:
-            # A list as torch's index costs 35 us within a step, numpy's copy of eight rows 5.
-            return torch.from_numpy(hidden.numpy()[np.fromiter(rows, np.int64, len(rows))])
-        (at,) = indices(self.device, rows)
-        return hidden[at].to(self._dtype)
+        inputs[at[3]] = self.log.view(-1, hidden.shape[1])[at[2]]
+        return inputs
 
     def _step(self, segments: Sequence[Segment], rows: Sequence[DraftRows]) -> StepInput:
         layouts = [RowLayout(len(s.token_ids)) for s in segments]

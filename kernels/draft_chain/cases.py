@@ -137,6 +137,7 @@ def _start(width: int, vocabulary: int, counts: list[int], depths: list[int]) ->
         hidden=torch.randn(rows, width, generator=generator),
         row_start=np.cumsum([0, *counts]),
         begins=np.array([end - n + 1 for n, end in zip(counts, ends, strict=True)]),
+        first_hidden=np.cumsum([0, *counts])[:-1],
         block_tables=np.arange(4 * len(counts)).reshape(len(counts), 4),
         first_key=np.zeros(len(counts), np.int64),
         depths=np.array(depths),

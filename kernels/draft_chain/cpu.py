@@ -107,6 +107,7 @@ def _write_rows(
     hidden: Any,
     row_start: Any,
     begins: Any,
+    first_hidden: Any,
     owners: Any,
     tables: Any,
     matrices: Any,
@@ -122,8 +123,9 @@ def _write_rows(
     own_tokens = np.zeros(height, np.int64)
     own_hidden = np.zeros((height, width), np.float32)
     for r in range(rows):
+        s = owners[chosen[r]]
         own_tokens[r] = tokens[chosen[r]]
-        _copy(hidden[chosen[r]], own_hidden[r])
+        _copy(hidden[first_hidden[s] + chosen[r] - row_start[s]], own_hidden[r])
     residual = np.empty((height, width), np.float32)
     normed = np.zeros((height, width), np.float32)
     _enter(own_tokens, own_hidden, rows, matrices, scales, eps, residual)
@@ -146,6 +148,7 @@ def _draft(
     hidden: Any,
     row_start: Any,
     begins: Any,
+    first_hidden: Any,
     tables: Any,
     first_key: Any,
     depths: Any,
@@ -170,7 +173,7 @@ def _draft(
         row = row_start[s + 1] - 1
         own_tokens[r] = tokens[row]
         at[r] = begins[s] + row - row_start[s]
-        _copy(hidden[row], state[r])
+        _copy(hidden[first_hidden[s] + row - row_start[s]], state[r])
         deepest = max(deepest, depths[s])
     residual = np.empty((BLOCK, width), np.float32)
     normed = np.zeros((BLOCK, width), np.float32)
@@ -253,6 +256,7 @@ def _chain(
     hidden: Any,
     row_start: Any,
     begins: Any,
+    first_hidden: Any,
     tables: Any,
     first_key: Any,
     depths: Any,
@@ -280,6 +284,7 @@ def _chain(
                     hidden,
                     row_start,
                     begins,
+                    first_hidden,
                     tables,
                     first_key,
                     depths,
@@ -298,6 +303,7 @@ def _chain(
                     hidden,
                     row_start,
                     begins,
+                    first_hidden,
                     owners,
                     tables,
                     matrices,
@@ -335,6 +341,7 @@ def draft_chain(weights: ChainWeights) -> Chain:
             start.hidden.numpy(),
             start.row_start,
             start.begins,
+            start.first_hidden,
             start.block_tables,
             start.first_key,
             start.depths,

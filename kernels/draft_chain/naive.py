@@ -22,18 +22,19 @@ def draft_chain(weights: ChainWeights, start: ChainStart) -> Drafts:
     """
     last = start.row_start[1:] - 1
     row_positions = start.positions()
+    own_hidden = start.hidden[start.hidden_rows()]
     _rows(
         weights,
         start,
         torch.from_numpy(start.tokens),
-        start.hidden,
+        own_hidden,
         row_positions,
         start.owners(),
     )
     deepest = int(start.depths.max())
     ids = torch.zeros(len(last), deepest, dtype=torch.int64)
     logprobs = torch.zeros(len(last), deepest, dtype=start.hidden.dtype)
-    tokens, hidden = torch.from_numpy(start.tokens[last]), start.hidden[last]
+    tokens, hidden = torch.from_numpy(start.tokens[last]), own_hidden[last]
     for depth in range(deepest):
         going = np.flatnonzero(start.depths > depth)
         positions = row_positions[last[going]] + depth

@@ -57,8 +57,10 @@ class ChainStart:
     It lives on the host, and its index arrays are numpy's int64.
 
     Attributes:
-        tokens: [R] the token after each row; hidden: [R, H] float32 of the row.
+        tokens: [R] the token after each row.
+        hidden: [N, H] float32, those of a sequence's rows from its `first_hidden` on.
         row_start: [B + 1] first row of each sequence, then R; begins: [B] that row's position.
+        first_hidden: [B] where the sequence's hidden states begin.
         block_tables: [B, T]; first_key: [B] see kernels.batch.
         depths: [B] drafts of each sequence, at least one of them above 0.
     """
@@ -67,6 +69,7 @@ class ChainStart:
     hidden: Tensor
     row_start: Int64
     begins: Int64
+    first_hidden: Int64
     block_tables: Int64
     first_key: Int64
     depths: Int64
@@ -77,7 +80,15 @@ class ChainStart:
 
     def positions(self) -> Int64:
         """[R] of the rows."""
-        offsets = self.begins - self.row_start[:-1]
+        return self._counted_from(self.begins)
+
+    def hidden_rows(self) -> Int64:
+        """[R] where in `hidden` each row's is."""
+        return self._counted_from(self.first_hidden)
+
+    def _counted_from(self, first: Int64) -> Int64:
+        """[R] numbers that begin at first [B] in each sequence and count up."""
+        offsets = first - self.row_start[:-1]
         return np.arange(len(self.tokens)) + offsets[self.owners()]
 
 

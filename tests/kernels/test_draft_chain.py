@@ -72,15 +72,20 @@ def start_of(counts: list[int], depths: list[int], first_key: int) -> ChainStart
     """Sequences of `counts` rows, the last of them near the end of a page."""
     last = [62, 130, 70, 61, 200, 127, 64, 65, 90][: len(counts)]
     rows = sum(counts)
-    return ChainStart(
+    start = ChainStart(
         tokens=np.arange(5, 5 + rows) % VOCAB,
-        hidden=torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(2)),
+        # As a step leaves them: other rows lie between a sequence's and the next one's.
+        hidden=torch.full((2 * rows + 3, WIDTH), 1e9),
         row_start=np.cumsum([0, *counts]),
         begins=np.array([end - n + 1 for n, end in zip(counts, last, strict=True)]),
+        first_hidden=2 * np.cumsum([0, *counts])[:-1] + 1,
         block_tables=np.arange(4 * len(counts)).reshape(len(counts), 4),
         first_key=np.full(len(counts), first_key),
         depths=np.array(depths),
     )
+    own = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(2))
+    start.hidden[start.hidden_rows()] = own
+    return start
 
 
 @pytest.mark.parametrize("threads", [1, 2])
