@@ -15,15 +15,17 @@ from torch import Tensor
 
 from kernels.lanes import (
     NARROW,
+    WIDE,
     load16,
+    load32,
     number,
     plus_product,
     put,
     scaled,
     store,
-    sum_in_order,
+    sum_of,
     times,
-    zeros16,
+    zeros32,
 )
 
 # workqueue costs twice as much beside torch's own threads; libgomp is there wherever torch is.
@@ -99,16 +101,20 @@ def sigmoid32(x: Any) -> Any:
 
 @inline
 def sum_of_squares(x: Any, at: Any, count: Any) -> Any:
-    """Of x[at:][:count], flat and contiguous, in 16 lanes, so that it has one fixed order.
+    """Of x[at:][:count], flat and contiguous, in lanes, so that it has one fixed order.
 
-    A slice of its own would be counted in and out, which takes longer than a short row's sum.
+    A slice of its own would be counted in and out, which takes longer than a short row's sum. Two
+    registers take as long as one: each addition waits for the one before.
     """
-    lanes = zeros16()
-    whole = at + count // NARROW * NARROW
-    for c in range(at, whole, NARROW):
-        part = load16(x, c)
-        lanes = plus_product(lanes, part, part)
-    total = sum_in_order(lanes)
+    wide, whole = at + count // WIDE * WIDE, at + count // NARROW * NARROW
+    pairs = zeros32()
+    for c in range(at, wide, WIDE):
+        two = load32(x, c)
+        pairs = plus_product(pairs, two, two)
+    total = sum_of(pairs)
+    if wide < whole:
+        last = load16(x, wide)
+        total += sum_of(times(last, last))
     for c in range(whole, at + count):
         total += number(x, c) * number(x, c)
     return total

@@ -28,8 +28,11 @@ from kernels.lanes import (
     larger,
     largest,
     load16,
+    number,
     plus,
-    sum_in_order,
+    put,
+    store,
+    sum_of,
     zeros16,
 )
 
@@ -43,7 +46,7 @@ _ONE = np.float32(1.0)
 def _norm_rope(
     source: Any, at: Any, scale: Any, cos: Any, sin: Any, position: Any, eps: Any, out: Any
 ) -> None:
-    """out [hd] = RoPE of the norm of source[at:][:hd]; cos, sin [positions, half]."""
+    """out [hd] = RoPE of the norm of source[at:][:hd], flat; cos, sin [positions, half]."""
     width, half = scale.shape[0], cos.shape[1]
     total = sum_of_squares(source, at, width)
     inverse = _ONE / np.sqrt(total / np.float32(width) + eps)
@@ -55,9 +58,11 @@ def _norm_rope(
         out[half + i] = second * cos[position, i] + first * sin[position, i]
 
 
-@inner
+@inline
 def write_row(
     kv: Any,
+    at: Any,
+    room: Any,
     k_norm: Any,
     cos: Any,
     sin: Any,
@@ -67,19 +72,25 @@ def write_row(
     pages_k: Any,
     pages_v: Any,
 ) -> None:
-    """Put one row's key and value, kv [2 nKV hd], into its sequence's pages; table [B] blocks."""
+    """Put one row's key and value, kv[at:][:2 nKV hd] flat, into its sequence's pages.
+
+    table [B] blocks; room: scratch of hd numbers.
+    """
     kv_heads, width, page = pages_k.shape[1], pages_k.shape[2], pages_k.shape[3]
     block = table[position // page]
     offset = position % page
-    key = np.empty(width, np.float32)
+    whole = width // NARROW * NARROW
     for g in range(kv_heads):
-        base = g * width
-        _norm_rope(kv, base, k_norm, cos, sin, position, eps, key)
+        _norm_rope(kv, at + g * width, k_norm, cos, sin, position, eps, room)
+        target = (block * kv_heads + g) * width * page
         for i in range(width):
-            pages_k[block, g, i, offset] = key[i]
-        base += kv_heads * width
-        for i in range(width):
-            pages_v[block, g, offset, i] = kv[base + i]
+            put(pages_k, target + i * page + offset, number(room, i))
+        source = at + (kv_heads + g) * width
+        target += offset * width
+        for i in range(0, whole, NARROW):
+            store(pages_v, target + i, load16(kv, source + i))
+        for i in range(whole, width):
+            put(pages_v, target + i, number(kv, source + i))
 
 
 @inner
@@ -147,7 +158,7 @@ def _softmax(scores: Any, first: Any, last: Any) -> Any:
     total = zeros16()
     for j in range(0, end, NARROW):
         total = plus(total, load16(scores, j))
-    return sum_in_order(total)
+    return sum_of(total)
 
 
 @inner
@@ -218,10 +229,12 @@ def _write(
     pages_k: Any,
     pages_v: Any,
 ) -> None:
-    kv_base = qkv.shape[1] - 2 * pages_k.shape[1] * pages_k.shape[2]
+    wide = qkv.shape[1]
+    kv_base = wide - 2 * pages_k.shape[1] * pages_k.shape[2]
     for r in prange(positions.shape[0]):
-        table = block_tables[row_segment[r]]
-        write_row(qkv[r, kv_base:], k_norm, cos, sin, eps, positions[r], table, pages_k, pages_v)
+        at, table = r * wide + kv_base, block_tables[row_segment[r]]
+        room = np.empty(pages_k.shape[2], np.float32)
+        write_row(qkv, at, room, k_norm, cos, sin, eps, positions[r], table, pages_k, pages_v)
 
 
 @parallel_kernel

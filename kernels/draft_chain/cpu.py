@@ -17,17 +17,17 @@ from kernels.attention.cpu import attend_group, write_row
 from kernels.cpu_features import BFLOAT16, BYTES
 from kernels.draft_chain.products import (
     BLOCK,
+    FORM,
     MANY,
     block_products,
     fast,
-    in_form,
     products,
     takes_many,
     wide,
 )
 from kernels.draft_chain.types import Chain, ChainStart, ChainWeights, Drafts
-from kernels.jit import exp32, inline, parallel_kernel, sigmoid32
-from kernels.lanes import first_equal, load16
+from kernels.jit import exp32, inline, parallel_kernel, scale_row, sigmoid32, sum_of_squares
+from kernels.lanes import NARROW, copy, first_equal, load16, load16_upper, store
 from kernels.tiles import LANES
 
 # How far from the truth it may be, as a share of its length: every product rounds its matrix and
@@ -35,22 +35,21 @@ from kernels.tiles import LANES
 TOLERANCE = 5e-2 if BYTES else 1e-2 if BFLOAT16 else 1e-5
 
 
-@fast
-def _scaled(x: Any, scale: Any, eps: Any, out: Any) -> None:
-    """out [H] = the norm of x [H]."""
-    total = np.float32(0.0)
-    for i in range(x.shape[0]):
-        total += x[i] * x[i]
-    inverse = np.float32(1.0) / np.sqrt(total / np.float32(x.shape[0]) + eps)
-    for i in range(x.shape[0]):
-        out[i] = x[i] * inverse * scale[i]
+_new_words, _take = FORM.rows, FORM.take
+
+
+@inline
+def _scaled(x: Any, at: Any, scale: Any, eps: Any, out: Any, out_at: Any) -> None:
+    """out[out_at:] = the norm of x[at:], both flat; as many as scale [H] has."""
+    mean = sum_of_squares(x, at, scale.shape[0]) / np.float32(scale.shape[0])
+    scale_row(x, at, np.float32(1.0) / np.sqrt(mean + eps), scale, out, out_at)
 
 
 @fast
-def _copy(source: Any, target: Any) -> None:
-    """What an assignment does, whose checks of shapes take three seconds to compile."""
-    for i in range(source.shape[0]):
-        target[i] = source[i]
+def _take_norm(x: Any, at: Any, scale: Any, eps: Any, room: Any, words: Any, r: Any) -> None:
+    """Line r of words = the norm of x[at:], flat; room: scratch of as many float32."""
+    _scaled(x, at, scale, eps, room, 0)
+    _take(room, 0, scale.shape[0], words, r)
 
 
 @inline
@@ -80,23 +79,32 @@ def _best(logits: Any) -> Any:
 
 
 @fast
-def _enter(
-    tokens: Any, hidden: Any, rows: Any, matrices: Any, scales: Any, eps: Any, residual: Any
+def _take_joined(
+    embed: Any,
+    token: Any,
+    embed_scale: Any,
+    hidden: Any,
+    at: Any,
+    hidden_scale: Any,
+    eps: Any,
+    room: Any,
+    words: Any,
+    r: Any,
 ) -> None:
-    """residual [n, H] = fc over the norms of the embeddings and of hidden [n, H].
+    """Line r of words = the norms of a token's embedding and of hidden[at:][:H], flat.
 
-    n, here and in _write_rows, is BLOCK, or MANY where the CPU takes so many.
+    room: scratch of 3 H float32.
     """
-    width = hidden.shape[1]
-    joined = np.zeros((hidden.shape[0], 2 * width), np.float32)
-    embedded = np.empty(width, np.float32)
-    for r in range(rows):
-        source = matrices[0][tokens[r]]
-        for i in range(width):
-            embedded[i] = wide(source[i])
-        _scaled(embedded, scales[0], eps, joined[r, :width])
-        _scaled(hidden[r], scales[1], eps, joined[r, width:])
-    block_products(matrices[1], joined, rows, residual)
+    width = embed_scale.shape[0]
+    source, target = token * width, 2 * width
+    whole = width // NARROW * NARROW
+    for i in range(0, whole, NARROW):
+        store(room, target + i, load16_upper(embed, source + i))
+    for i in range(whole, width):
+        room[target + i] = wide(embed[token, i])
+    _scaled(room, target, embed_scale, eps, room, 0)
+    _scaled(hidden, at, hidden_scale, eps, room, width)
+    _take(room, 0, 2 * width, words, r)
 
 
 @fast
@@ -115,29 +123,33 @@ def _write_rows(
     attention: Any,
     eps: Any,
 ) -> None:
-    """Leave keys and values of rows of the first pass; `chosen`: their indices, at most height."""
+    """Leave keys and values of rows of the first pass; `chosen`: their indices, at most height.
+
+    height is BLOCK, or MANY where the CPU takes so many.
+    """
     rows, width = chosen.shape[0], hidden.shape[1]
     _, k_norm, cos, sin, pages_k, pages_v = attention
     kv_width = 2 * pages_k.shape[1] * pages_k.shape[2]
-    qkv_weight = matrices[2]
-    own_tokens = np.zeros(height, np.int64)
-    own_hidden = np.zeros((height, width), np.float32)
+    embed, fc, qkv_weight = matrices[:3]
+    room = np.empty(max(3 * width, pages_k.shape[2]), np.float32)
+    words = _new_words(height, 2 * width)
     for r in range(rows):
-        s = owners[chosen[r]]
-        own_tokens[r] = tokens[chosen[r]]
-        _copy(hidden[first_hidden[s] + chosen[r] - row_start[s]], own_hidden[r])
+        row = chosen[r]
+        s = owners[row]
+        at = (first_hidden[s] + row - row_start[s]) * width
+        _take_joined(embed, tokens[row], scales[0], hidden, at, scales[1], eps, room, words, r)
     residual = np.empty((height, width), np.float32)
-    normed = np.zeros((height, width), np.float32)
-    _enter(own_tokens, own_hidden, rows, matrices, scales, eps, residual)
+    block_products(fc, words, rows, residual)
+    words = _new_words(height, width)
     for r in range(rows):
-        _scaled(residual[r], scales[2], eps, normed[r])
+        _take_norm(residual, r * width, scales[2], eps, room, words, r)
     kv = np.empty((height, kv_width), np.float32)
     kv_weight = qkv_weight[qkv_weight.shape[0] - kv_width // LANES :]
-    block_products(kv_weight, normed, rows, kv)
+    block_products(kv_weight, words, rows, kv)
     for r in range(rows):
         s = owners[chosen[r]]
-        position = begins[s] + chosen[r] - row_start[s]
-        write_row(kv[r], k_norm, cos, sin, eps, position, tables[s], pages_k, pages_v)
+        at = begins[s] + chosen[r] - row_start[s]
+        write_row(kv, r * kv_width, room, k_norm, cos, sin, eps, at, tables[s], pages_k, pages_v)
 
 
 @fast
@@ -160,70 +172,89 @@ def _draft(
     logprobs: Any,
 ) -> None:
     """Drafts of the sequences first .. first + rows - 1, beginning with the last row of each."""
-    _, _, qkv_weight, o, gate_up, down, head = matrices
+    embed, fc, qkv_weight, o, gate_up, down, head = matrices
     q_norm, k_norm, cos, sin, pages_k, pages_v = attention
     width, inner = hidden.shape[1], LANES * gate_up.shape[0] // 2
-    kv_base = LANES * qkv_weight.shape[0] - 2 * pages_k.shape[1] * pages_k.shape[2]
+    qkv_width = LANES * qkv_weight.shape[0]
+    kv_base = qkv_width - 2 * pages_k.shape[1] * pages_k.shape[2]
     own_tokens = np.zeros(BLOCK, np.int64)
     at = np.zeros(BLOCK, np.int64)
-    state = np.zeros((BLOCK, width), np.float32)
+    state = np.empty((BLOCK, width), np.float32)
     deepest = 0
     for r in range(rows):
         s = first + r
         row = row_start[s + 1] - 1
         own_tokens[r] = tokens[row]
         at[r] = begins[s] + row - row_start[s]
-        _copy(hidden[first_hidden[s] + row - row_start[s]], state[r])
+        copy(hidden, (first_hidden[s] + row - row_start[s]) * width, state, r * width, width)
         deepest = max(deepest, depths[s])
     residual = np.empty((BLOCK, width), np.float32)
-    normed = np.zeros((BLOCK, width), np.float32)
     added = np.empty((BLOCK, width), np.float32)
-    qkv = np.empty((BLOCK, LANES * qkv_weight.shape[0]), np.float32)
-    mixed = np.zeros((BLOCK, kv_base // 2), np.float32)
+    qkv = np.empty((BLOCK, qkv_width), np.float32)
+    mixed = np.zeros(kv_base // 2, np.float32)
     gates = np.empty((BLOCK, 2 * inner), np.float32)
-    acted = np.zeros((BLOCK, inner), np.float32)
+    acted = np.empty(inner, np.float32)
     logits = np.empty((BLOCK, LANES * head.shape[0]), np.float32)
+    room = np.empty(max(3 * width, pages_k.shape[2]), np.float32)
+    joined_words, words = _new_words(BLOCK, 2 * width), _new_words(BLOCK, width)
+    mixed_words, acted_words = _new_words(BLOCK, kv_base // 2), _new_words(BLOCK, inner)
     for depth in range(deepest):
-        _enter(own_tokens, state, rows, matrices, scales, eps, residual)
         for r in range(rows):
-            _scaled(residual[r], scales[2], eps, normed[r])
-        products(qkv_weight, normed, rows, qkv)
+            at_state = r * width
+            _take_joined(
+                embed,
+                own_tokens[r],
+                scales[0],
+                state,
+                at_state,
+                scales[1],
+                eps,
+                room,
+                joined_words,
+                r,
+            )
+        products(fc, joined_words, rows, residual)
+        for r in range(rows):
+            _take_norm(residual, r * width, scales[2], eps, room, words, r)
+        products(qkv_weight, words, rows, qkv)
         for r in range(rows):
             s = first + r
-            if depth >= depths[s]:
-                continue  # its rows would lie behind its pages; what it computes is not read
-            table = tables[s]
-            write_row(qkv[r, kv_base:], k_norm, cos, sin, eps, at[r], table, pages_k, pages_v)
-            for group in range(pages_k.shape[1]):
-                attend_group(
-                    qkv[r],
-                    group,
-                    q_norm,
-                    cos,
-                    sin,
-                    eps,
-                    at[r],
-                    table,
-                    first_key[s],
-                    pages_k,
-                    pages_v,
-                    mixed[r],
-                )
-        products(o, mixed, rows, added)
+            if depth < depths[s]:  # its rows would lie behind its pages else
+                table, kv_at = tables[s], r * qkv_width + kv_base
+                write_row(qkv, kv_at, room, k_norm, cos, sin, eps, at[r], table, pages_k, pages_v)
+                for group in range(pages_k.shape[1]):
+                    attend_group(
+                        qkv[r],
+                        group,
+                        q_norm,
+                        cos,
+                        sin,
+                        eps,
+                        at[r],
+                        table,
+                        first_key[s],
+                        pages_k,
+                        pages_v,
+                        mixed,
+                    )
+            _take(mixed, 0, kv_base // 2, mixed_words, r)
+        products(o, mixed_words, rows, added)
         for r in range(rows):
             for i in range(width):
                 residual[r, i] += added[r, i]
-            _scaled(residual[r], scales[3], eps, normed[r])
-        products(gate_up, normed, rows, gates)
+            _take_norm(residual, r * width, scales[3], eps, room, words, r)
+        products(gate_up, words, rows, gates)
         for r in range(rows):
             for i in range(inner):
-                acted[r, i] = gates[r, i] * sigmoid32(gates[r, i]) * gates[r, inner + i]
-        products(down, acted, rows, added)
+                acted[i] = gates[r, i] * sigmoid32(gates[r, i]) * gates[r, inner + i]
+            _take(acted, 0, inner, acted_words, r)
+        products(down, acted_words, rows, added)
         for r in range(rows):
             for i in range(width):
                 residual[r, i] += added[r, i]
-            _scaled(residual[r], scales[4], eps, state[r])
-        products(head, state, rows, logits)
+            _scaled(residual, r * width, scales[4], eps, state, r * width)
+            _take(state, r * width, width, words, r)
+        products(head, words, rows, logits)
         for r in range(rows):
             place, logprob = _best(logits[r])
             ids[first + r, depth] = place
@@ -320,7 +351,9 @@ def draft_chain(weights: ChainWeights) -> Chain:
     """
     w, a = weights, weights.attention
     embed = w.embed.view(torch.uint16).numpy()
-    tiles = (in_form(matrix).numpy() for matrix in (w.fc, w.qkv, w.o, w.gate_up, w.down, w.head))
+    tiles = (
+        FORM.matrix(matrix).numpy() for matrix in (w.fc, w.qkv, w.o, w.gate_up, w.down, w.head)
+    )
     matrices = (embed, *tiles)
     norms = (w.norm_embedding, w.norm_hidden, w.input_norm, w.post_norm, w.norm)
     scales = tuple(norm.numpy() for norm in norms)

@@ -7,6 +7,7 @@ multiplies bfloat16, rows are: a draft's bits decide nothing, the target verifie
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numba
@@ -17,6 +18,21 @@ from torch import Tensor
 from kernels.cpu_features import BFLOAT16, BYTE_TILES, BYTES, TILE_ROW_BYTES, TILE_ROWS
 from kernels.draft_chain.tile import AT_ONCE, HEIGHT, multiply, multiply_many
 from kernels.jit import inline
+from kernels.lanes import (
+    WIDE,
+    copy,
+    larger,
+    largest,
+    load32,
+    number,
+    plus,
+    rounded,
+    scaled,
+    sizes,
+    store_bytes,
+    sum_of,
+    zeros32,
+)
 from kernels.tile_registers import release_registers, shape_registers, usable, whole_registers
 from kernels.tiles import LANES, in_tiles
 
@@ -61,79 +77,86 @@ def wide(stored: Any) -> Any:
     return np.uint32(np.uint32(stored) << np.uint32(16)).view(np.float32)
 
 
-@fast
-def _rounded(x: Any, rows: Any) -> Any:
-    """[BLOCK, K / 2] pairs of bfloat16 nearest to x [BLOCK, K]."""
-    stored = np.empty(x.shape, np.uint16)
-    for r in range(rows):
-        for k in range(x.shape[1]):
-            bits = np.float32(x[r, k]).view(np.uint32)
-            tie = (bits >> np.uint32(16)) & np.uint32(1)
-            stored[r, k] = np.uint16((bits + np.uint32(0x7FFF) + tie) >> np.uint32(16))
-    return stored.view(np.uint32)
+# Rows in the form that products multiply, words [height, .]: made for `width` numbers each, then
+# line r filled from x[at:][:width], flat.
 
 
 @fast
-def quantised(x: Any, rows: Any) -> Any:
-    """[BLOCK, K / 4 + 2] int32 of x [BLOCK, K]: fours of signed bytes, in steps of each row's own.
+def _exact_rows(height: Any, width: Any) -> Any:
+    return np.empty((height, width), np.float32)
 
-    Behind them the sum of the row's bytes times -128, which takes away what the matrix's bytes are
-    stored with, and the row's float32 scale.
+
+@fast
+def _take_exact(x: Any, at: Any, width: Any, words: Any, r: Any) -> None:
+    copy(x, at, words, r * width, width)
+
+
+@fast
+def _rounded_rows(height: Any, width: Any) -> Any:
+    """Pairs of bfloat16."""
+    return np.empty((height, width // 2), np.uint32)
+
+
+@fast
+def _take_rounded(x: Any, at: Any, width: Any, words: Any, r: Any) -> None:
+    stored = words[r].view(np.uint16)
+    for k in range(width):
+        bits = np.float32(number(x, at + k)).view(np.uint32)
+        tie = (bits >> np.uint32(16)) & np.uint32(1)
+        stored[k] = np.uint16((bits + np.uint32(0x7FFF) + tie) >> np.uint32(16))
+
+
+@fast
+def byte_rows(height: Any, width: Any) -> Any:
+    """Fours of signed bytes, in steps of each row's own, and two words that `take_bytes` fills."""
+    return np.empty((height, width // 4 + 2), np.int32)
+
+
+@fast
+def take_bytes(x: Any, at: Any, width: Any, words: Any, r: Any) -> None:
+    """Behind a row's bytes come their sum times -128, which takes away what the matrix's bytes are
+    stored with, and its float32 scale.
     """
-    width = x.shape[1]
-    words = np.empty((x.shape[0], width // 4 + 2), np.int32)
-    for r in range(rows):
-        # As integers: a maximum of floats would not vectorise.
-        top = np.float32(_SMALLEST).view(np.uint32)
-        for k in range(width):
-            size = np.uint32(np.float32(x[r, k]).view(np.uint32) & np.uint32(0x7FFFFFFF))
-            top = np.uint32(max(top, size))
-        largest = np.uint32(top).view(np.float32)
-        inverse = np.float32(_TOP) / largest
-        stored = words[r].view(np.int8)
-        total = np.int32(0)
-        for k in range(width):
-            number = np.int32(np.floor(x[r, k] * inverse + np.float32(0.5)))
-            stored[k] = np.int8(number)
-            total = np.int32(total + number)
-        words[r, width // 4] = np.int32(-128) * total
-        words[r, width // 4 + 1] = np.float32(largest / np.float32(_TOP)).view(np.int32)
-    return words
+    # Thirty-two at a time: the longest or the sum of two registers takes as long as that of one.
+    whole = width // WIDE * WIDE
+    most = zeros32()
+    for k in range(at, at + whole, WIDE):
+        most = larger(sizes(load32(x, k)), most)
+    top = max(largest(most), np.float32(_SMALLEST))
+    for k in range(at + whole, at + width):
+        top = max(top, abs(number(x, k)))
+    inverse = np.float32(_TOP) / top
+    stored = r * 4 * words.shape[1]
+    totals = zeros32()
+    for k in range(0, whole, WIDE):
+        numbers = rounded(scaled(load32(x, at + k), inverse))
+        totals = plus(totals, numbers)
+        store_bytes(words, stored + k, numbers)
+    total = sum_of(totals)
+    for k in range(whole, width):
+        nearest = np.floor(number(x, at + k) * inverse + np.float32(0.5))
+        store_bytes(words, stored + k, nearest)
+        total += nearest
+    words[r, width // 4] = np.int32(-128) * np.int32(total)
+    words[r, width // 4 + 1] = np.float32(top / np.float32(_TOP)).view(np.int32)
 
 
 @fast
-def _multiply_all(weight: Any, x: Any, rows: Any, out: Any) -> None:
-    done = 0
-    if rows == 1:
-        while done < weight.shape[0]:
-            done += multiply(weight, done, x, 1, out)
-    elif rows == 2:
-        while done < weight.shape[0]:
-            done += multiply(weight, done, x, 2, out)
-    else:
-        while done < weight.shape[0]:
-            done += multiply(weight, done, x, 4, out)
-
-
-@fast
-def exact_products(weight: Any, x: Any, rows: Any, out: Any) -> None:
-    """out [BLOCK, N] = x [BLOCK, K] times weight (see in_tiles) transposed, the first `rows`.
+def products(weight: Any, words: Any, rows: Any, out: Any) -> None:
+    """out [BLOCK, N] = the first `rows` of x, in their form, times the matrix in its own.
 
     With three rows the fourth is multiplied too.
     """
-    _multiply_all(weight, x, rows, out)
-
-
-@fast
-def rounded_products(weight: Any, x: Any, rows: Any, out: Any) -> None:
-    """As exact_products, with x rounded to bfloat16; sums are in float32."""
-    _multiply_all(weight, _rounded(x, rows), rows, out)
-
-
-@fast
-def byte_products(weight: Any, x: Any, rows: Any, out: Any) -> None:
-    """As exact_products of in_byte_tiles, with x rounded as they are; sums are in int32."""
-    _multiply_all(weight, quantised(x, rows), rows, out)
+    done = 0
+    if rows == 1:
+        while done < weight.shape[0]:
+            done += multiply(weight, done, words, 1, out)
+    elif rows == 2:
+        while done < weight.shape[0]:
+            done += multiply(weight, done, words, 2, out)
+    else:
+        while done < weight.shape[0]:
+            done += multiply(weight, done, words, 4, out)
 
 
 def takes_many(*widths: int) -> bool:
@@ -145,12 +168,11 @@ _WHOLE = whole_registers()
 
 
 @fast
-def many_byte_products(weight: Any, x: Any, rows: Any, out: Any) -> None:
-    """As byte_products, of x [MANY, K] into out [MANY, N], where takes_many(K).
+def many_products(weight: Any, words: Any, rows: Any, out: Any) -> None:
+    """As `products` in bytes, of words [MANY, .] into out [MANY, N], where takes_many(K).
 
     The sums are the same; their two scales may be multiplied first. Behind `rows` anything is left.
     """
-    words = quantised(x, rows)
     sums = np.empty((TILE_ROWS, LANES), np.int32)
     shape_registers(_WHOLE, 0)
     for first in range(0, weight.shape[0], AT_ONCE):
@@ -158,15 +180,34 @@ def many_byte_products(weight: Any, x: Any, rows: Any, out: Any) -> None:
     release_registers()
 
 
-products = byte_products if BYTES else rounded_products if BFLOAT16 else exact_products
-_many_products = many_byte_products if BYTE_TILES else products
-in_form = in_byte_tiles if BYTES else in_tiles
+_many = many_products if BYTE_TILES else products
 
 
 @fast
-def block_products(weight: Any, x: Any, rows: Any, out: Any) -> None:
-    """As `products`, of x [BLOCK, K] or, where takes_many(K), [MANY, K]."""
-    if x.shape[0] == BLOCK:
-        products(weight, x, rows, out)
+def block_products(weight: Any, words: Any, rows: Any, out: Any) -> None:
+    """As `products`, of words [BLOCK, .] or, where takes_many(K), [MANY, .]."""
+    if words.shape[0] == BLOCK:
+        products(weight, words, rows, out)
     else:
-        _many_products(weight, x, rows, out)
+        _many(weight, words, rows, out)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How matrices and rows are stored.
+
+    Attributes:
+        matrix: makes a copy of a bfloat16 matrix [N, K].
+        rows: (height, width) -> words for so many rows.
+        take: (x, at, width, words, r) puts x[at:][:width], flat, into line r of them.
+    """
+
+    matrix: Callable[[Tensor], Tensor]
+    rows: Callable[..., Any]
+    take: Callable[..., None]
+
+
+EXACT = Form(in_tiles, _exact_rows, _take_exact)
+ROUNDED = Form(in_tiles, _rounded_rows, _take_rounded)
+IN_BYTES = Form(in_byte_tiles, byte_rows, take_bytes)
+FORM = IN_BYTES if BYTES else ROUNDED if BFLOAT16 else EXACT

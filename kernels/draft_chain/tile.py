@@ -97,7 +97,7 @@ def multiply(typing_context: Any, weight: Any, first: Any, x: Any, rows: Any, ou
     """Put `rows` (a constant) of x times some tiles from `first` on into out; returns how many.
 
     weight [N / LANES, K / 2, LANES] uint32; x [., K] float32 or [., K / 2] uint32; out [., N].
-    Or in bytes, as products.in_byte_tiles and products.quantised leave them: weight [N / LANES,
+    Or in bytes, as products.in_byte_tiles and products.take_bytes leave them: weight [N / LANES,
     K / 4 + 1, LANES] int32, the last of it float32 scales; x [., K / 4 + 2] int32, the last two of
     it where sums begin and a float32 scale.
     """

@@ -5,7 +5,6 @@ Where the CPU multiplies bytes or bfloat16, the forms of others run in processes
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,18 @@ from kernels.draft_chain import cpu, naive
 from kernels.draft_chain.form import tile_parts
 from kernels.draft_chain.products import (
     BLOCK,
+    EXACT,
+    FORM,
+    IN_BYTES,
     MANY,
-    byte_products,
-    exact_products,
-    in_byte_tiles,
-    in_form,
-    many_byte_products,
-    quantised,
-    rounded_products,
+    ROUNDED,
+    Form,
+    many_products,
+    products,
     takes_many,
 )
 from kernels.draft_chain.types import ChainStart, ChainWeights
-from kernels.tiles import LANES, in_tiles
+from kernels.tiles import LANES
 from tests.kernels.scenes import attention_params, kv_pages
 from tests.processes import run_python
 
@@ -127,27 +126,33 @@ def test_cpu_equals_naive(
     assert np.array_equal(start.begins, before[2])
 
 
+def in_words(form: Form, x: Tensor) -> NDArray[Any]:
+    """Every row of x in a form."""
+    words: NDArray[Any] = form.rows(*x.shape)
+    for r in range(x.shape[0]):
+        form.take(x.numpy(), r * x.shape[1], x.shape[1], words, r)
+    return words
+
+
 FORMS = [
-    (exact_products, 0.0),
+    (EXACT, 0.0),
     pytest.param(
-        rounded_products,
+        ROUNDED,
         2.0**-8,
         marks=pytest.mark.skipif(not BFLOAT16, reason="this CPU has no AVX512_BF16"),
     ),
 ]
 
 
-@pytest.mark.parametrize(("products", "rounding"), FORMS)
+@pytest.mark.parametrize(("form", "rounding"), FORMS)
 @pytest.mark.parametrize("rows", range(1, BLOCK + 1))
 @pytest.mark.parametrize(("height", "width"), [(16, 2), (48, 34), (144, 256)])
-def test_products(
-    products: Callable[..., None], rounding: float, rows: int, height: int, width: int
-) -> None:
+def test_products(form: Form, rounding: float, rows: int, height: int, width: int) -> None:
     g = torch.Generator().manual_seed(3)
     matrix = torch.randn(height, width, generator=g).bfloat16()
     x = torch.randn(BLOCK, width, generator=g)
     out = torch.full((BLOCK, height), torch.nan)
-    products(in_tiles(matrix).numpy(), x.numpy(), rows, out.numpy())
+    products(form.matrix(matrix).numpy(), in_words(form, x), rows, out.numpy())
     exact = x.double() @ matrix.double().T
     most = x.double().abs() @ matrix.double().abs().T
     assert ((out - exact).abs() <= (rounding + 1e-6) * most)[:rows].all()
@@ -163,13 +168,13 @@ def test_products(
 def test_many_products(rows: int, height: int, width: int) -> None:
     """What a few at a time are, but for the order in which two scales are multiplied."""
     g = torch.Generator().manual_seed(3)
-    matrix = in_byte_tiles(torch.randn(height, width, generator=g).bfloat16()).numpy()
-    x = torch.randn(MANY, width, generator=g).numpy()
+    matrix = IN_BYTES.matrix(torch.randn(height, width, generator=g).bfloat16()).numpy()
+    words = in_words(IN_BYTES, torch.randn(MANY, width, generator=g))
     out = np.full((MANY, height), np.nan, np.float32)
-    many_byte_products(matrix, x, rows, out)
+    many_products(matrix, words, rows, out)
     for first in range(0, rows, BLOCK):
         few = np.full((BLOCK, height), np.nan, np.float32)
-        byte_products(matrix, x[first : first + BLOCK], BLOCK, few)
+        products(matrix, words[first : first + BLOCK], BLOCK, few)
         here = min(BLOCK, rows - first)
         np.testing.assert_allclose(out[first : first + here], few[:here], rtol=3e-7)
 
@@ -205,11 +210,11 @@ def test_byte_products(rows: int, large: bool, height: int, width: int) -> None:
         matrix[0], x[0] = 3, 2
     matrix[1] = 0
     whole, sizes = in_whole_numbers(matrix.float().numpy())
-    bytes_of_x = quantised(x.numpy(), BLOCK)
+    bytes_of_x = in_words(IN_BYTES, x)
     numbers = np.ascontiguousarray(bytes_of_x[:, :-2]).view(np.int8).astype(np.int64)
     scales = np.ascontiguousarray(bytes_of_x[:, -1:]).view(np.float32)
     out = np.full((BLOCK, height), np.nan, np.float32)
-    byte_products(in_byte_tiles(matrix).numpy(), x.numpy(), rows, out)
+    products(IN_BYTES.matrix(matrix).numpy(), bytes_of_x, rows, out)
     sums = (numbers @ whole.T).astype(np.float32)
     assert np.array_equal(out[:rows], (sums * sizes * scales)[:rows])
     assert np.abs(numbers).max(1).tolist() == [127] * BLOCK
@@ -228,13 +233,14 @@ def in_whole_numbers(matrix: NDArray[np.float32]) -> tuple[NDArray[np.int64], ND
 def test_rows_of_nothing_are_nothing() -> None:
     matrix = torch.randn(16, 8, generator=torch.Generator().manual_seed(4)).bfloat16()
     out = np.full((BLOCK, 16), np.nan, np.float32)
-    byte_products(in_byte_tiles(matrix).numpy(), np.zeros((BLOCK, 8), np.float32), BLOCK, out)
+    nothing = in_words(IN_BYTES, torch.zeros(BLOCK, 8))
+    products(IN_BYTES.matrix(matrix).numpy(), nothing, BLOCK, out)
     assert not out.any()
 
 
 @pytest.mark.parametrize(("height", "width"), [(16, 4), (144, 256)])
 def test_parts_are_the_bytes_of_a_copy(height: int, width: int) -> None:
-    copied = in_form(torch.zeros(height, width, dtype=torch.bfloat16))
+    copied = FORM.matrix(torch.zeros(height, width, dtype=torch.bfloat16))
     assert sum(n * each for _, n, each in tile_parts(height, width)) == copied.nbytes
 
 
