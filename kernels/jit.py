@@ -62,27 +62,33 @@ inner = numba.njit(
 )
 
 # Range reduction and polynomial of Cephes' expf: exp(x) = 2^n * P(x - n ln 2), error 2 ulp.
-_LOG2E = np.float32(1.44269504088896341)
-_LN2_HI = np.float32(0.693359375)
-_LN2_LO = np.float32(-2.12194440e-4)
-_P0 = np.float32(1.9875691500e-4)
-_P1 = np.float32(1.3981999507e-3)
-_P2 = np.float32(8.3334519073e-3)
-_P3 = np.float32(4.1665795894e-2)
-_P4 = np.float32(1.6666665459e-1)
-_P5 = np.float32(5.0000001201e-1)
+LOG2E = np.float32(1.44269504088896341)
+LN2_HIGH = np.float32(0.693359375)
+LN2_LOW = np.float32(-2.12194440e-4)
+EXP_TERMS = tuple(
+    np.float32(term)
+    for term in (
+        1.9875691500e-4,
+        1.3981999507e-3,
+        8.3334519073e-3,
+        4.1665795894e-2,
+        1.6666665459e-1,
+        5.0000001201e-1,
+    )
+)
+_P0, _P1, _P2, _P3, _P4, _P5 = EXP_TERMS
 _ONE = np.float32(1.0)
 _HALF = np.float32(0.5)
-_MAX = np.float32(88.0)
-_MIN = np.float32(-87.0)
+EXP_LEAST = np.float32(-87.0)
+EXP_MOST = np.float32(88.0)
 
 
 @inline
 def exp32(x: Any) -> Any:
     """exp of a float32, clamped to exp(-87) .. exp(88); no call, so loops over it vectorise."""
-    x = min(max(x, _MIN), _MAX)
-    n = np.floor(x * _LOG2E + _HALF)
-    r = x - n * _LN2_HI - n * _LN2_LO
+    x = min(max(x, EXP_LEAST), EXP_MOST)
+    n = np.floor(x * LOG2E + _HALF)
+    r = x - n * LN2_HIGH - n * LN2_LOW
     p = _P0
     p = p * r + _P1
     p = p * r + _P2

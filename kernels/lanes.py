@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 # What kernels.jit allows: a product and a sum may become one fused multiply-add.
-_CONTRACT = ("contract",)
+CONTRACT = ("contract",)
 _FLOAT_BYTES = 4
 
 
@@ -46,13 +46,15 @@ def _address(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> A
     return builder.gep(data, [index])
 
 
-def _splat(builder: Any, value: Any, width: int) -> Any:
+def splat(builder: Any, value: Any, width: int) -> Any:
+    """A float32 in all lanes; while code is emitted, as `places`."""
     vector = ir.VectorType(ir.FloatType(), width)
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.IntType(32)(0))
-    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), _places([0] * width))
+    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), places([0] * width))
 
 
-def _places(order: list[int]) -> Any:
+def places(order: list[int]) -> Any:
+    """The order of a shuffle."""
     return ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order)
 
 
@@ -139,7 +141,7 @@ def times(typing: Any, a: Any, b: Any) -> Any:
     """a * b."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fmul(*args, flags=_CONTRACT)
+        return builder.fmul(*args, flags=CONTRACT)
 
     return a(a, b), code
 
@@ -149,7 +151,7 @@ def minus(typing: Any, a: Any, b: Any) -> Any:
     """a - b."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fsub(*args, flags=_CONTRACT)
+        return builder.fsub(*args, flags=CONTRACT)
 
     return a(a, b), code
 
@@ -159,7 +161,7 @@ def plus(typing: Any, a: Any, b: Any) -> Any:
     """a + b."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fadd(*args, flags=_CONTRACT)
+        return builder.fadd(*args, flags=CONTRACT)
 
     return a(a, b), code
 
@@ -169,7 +171,7 @@ def scaled(typing: Any, a: Any, factor: Any) -> Any:
     """a * factor, a float32."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fmul(args[0], _splat(builder, args[1], a.width), flags=_CONTRACT)
+        return builder.fmul(args[0], splat(builder, args[1], a.width), flags=CONTRACT)
 
     return a(a, types.float32), code
 
@@ -179,8 +181,8 @@ def plus_product(typing: Any, total: Any, a: Any, b: Any) -> Any:
     """total + a * b."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        product = builder.fmul(*args[1:], flags=_CONTRACT)
-        return builder.fadd(args[0], product, flags=_CONTRACT)
+        product = builder.fmul(*args[1:], flags=CONTRACT)
+        return builder.fadd(args[0], product, flags=CONTRACT)
 
     return total(total, a, b), code
 
@@ -191,8 +193,8 @@ def plus_scaled(typing: Any, total: Any, a: Any, array: Any, index: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         number = builder.load(_address(context, builder, array, *args[2:]), align=_FLOAT_BYTES)
-        product = builder.fmul(args[1], _splat(builder, number, a.width), flags=_CONTRACT)
-        return builder.fadd(args[0], product, flags=_CONTRACT)
+        product = builder.fmul(args[1], splat(builder, number, a.width), flags=CONTRACT)
+        return builder.fadd(args[0], product, flags=CONTRACT)
 
     return total(total, a, array, index), code
 
@@ -206,7 +208,7 @@ def _halved(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> An
     while width > 1:
         width //= 2
         halves = [
-            builder.shuffle_vector(vector, vector, _places(list(range(at, at + width))))
+            builder.shuffle_vector(vector, vector, places(list(range(at, at + width))))
             for at in (0, width)
         ]
         vector = combine(*halves)
@@ -218,7 +220,7 @@ def sum_of(typing: Any, lanes: Any) -> Any:
     """The sum of all lanes, always in the same order: upper halves are added to lower ones."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _halved(builder, args[0], lambda a, b: builder.fadd(a, b, flags=_CONTRACT))
+        return _halved(builder, args[0], lambda a, b: builder.fadd(a, b, flags=CONTRACT))
 
     return types.float32(lanes), code
 
@@ -253,7 +255,7 @@ def split_columns(
         place = args[3]
         for r in range(COLUMNS):
             picked = [COLUMNS * c + r for c in range(NARROW)]
-            row = builder.shuffle_vector(every, ir.Constant(vector, ir.Undefined), _places(picked))
+            row = builder.shuffle_vector(every, ir.Constant(vector, ir.Undefined), places(picked))
             at = _address(context, builder, target, args[2], place)
             builder.store(row, builder.bitcast(at, row.type.as_pointer()), align=_FLOAT_BYTES)
             place = builder.add(place, args[4])
@@ -275,9 +277,9 @@ def join_columns(
             at = _address(context, builder, source, args[0], place)
             rows.append(builder.load(builder.bitcast(at, narrow.as_pointer()), align=_FLOAT_BYTES))
             place = builder.add(place, args[2])
-        both = _places(list(range(2 * NARROW)))
+        both = places(list(range(2 * NARROW)))
         halves = [builder.shuffle_vector(a, b, both) for a, b in (rows[:2], rows[2:])]
-        order = _places([r * NARROW + c for c in range(NARROW) for r in range(COLUMNS)])
+        order = places([r * NARROW + c for c in range(NARROW) for r in range(COLUMNS)])
         every = builder.shuffle_vector(*halves, order)
         at = _address(context, builder, target, *args[3:])
         builder.store(every, builder.bitcast(at, every.type.as_pointer()), align=_FLOAT_BYTES)
@@ -358,7 +360,7 @@ def first_equal(typing: Any, lanes: Any, number: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         width = lanes.width
-        same = builder.fcmp_ordered("==", args[0], _splat(builder, args[1], width))
+        same = builder.fcmp_ordered("==", args[0], splat(builder, args[1], width))
         mask, wide = ir.IntType(width), ir.IntType(64)
         bits = builder.zext(builder.bitcast(same, mask), wide)
         return builder.cttz(builder.or_(bits, wide(1 << width)), ir.IntType(1)(1))
@@ -417,9 +419,9 @@ def add_products(
                     _address(context, builder, left_kind, args[0], index), align=_FLOAT_BYTES
                 )
                 product = builder.fmul(
-                    _splat(builder, number, vector.count), numbers, flags=_CONTRACT
+                    splat(builder, number, vector.count), numbers, flags=CONTRACT
                 )
-                fused = builder.fadd(builder.load(total), product, flags=_CONTRACT)
+                fused = builder.fadd(builder.load(total), product, flags=CONTRACT)
                 builder.store(fused, total)
         for target, total in zip(targets, sums, strict=True):
             builder.store(builder.load(total), target, align=_FLOAT_BYTES)

@@ -1,4 +1,4 @@
-"""The attention mixer in numba: each row walks its own pages and depends on nothing else."""
+"""The attention mixer in numba: rows read pages together, and a row's bits depend on no other."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from kernels.attention.types import AttentionParams, KvPages
 from kernels.batch import RaggedBatch
 from kernels.cpu_features import FEATURES
+from kernels.curves import exp_less, sigmoid_of
 from kernels.jit import (
-    exp32,
     host,
     inline,
     inner,
@@ -24,38 +24,53 @@ from kernels.jit import (
 )
 from kernels.lanes import (
     NARROW,
+    WIDE,
     add_products,
     larger,
     largest,
     load16,
+    load32,
     number,
     plus,
     put,
+    scaled,
     store,
     sum_of,
-    zeros16,
+    times,
+    zeros32,
 )
 
 # Columns at a time: with sums of two heads the registers are full, and none waits for another.
 _LANES = 64 if "+avx512f" in FEATURES else 32
+# Rows of a sequence that read its pages together.
+TOGETHER = 8
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 
 
 @inline
 def _norm_rope(
-    source: Any, at: Any, scale: Any, cos: Any, sin: Any, position: Any, eps: Any, out: Any
+    source: Any,
+    at: Any,
+    scale: Any,
+    cos: Any,
+    sin: Any,
+    position: Any,
+    eps: Any,
+    out: Any,
+    out_at: Any,
 ) -> None:
-    """out [hd] = RoPE of the norm of source[at:][:hd], flat; cos, sin [positions, half]."""
+    """out[out_at:] = RoPE of the norm of source[at:][:hd], flat; cos, sin [positions, half]."""
     width, half = scale.shape[0], cos.shape[1]
     total = sum_of_squares(source, at, width)
     inverse = _ONE / np.sqrt(total / np.float32(width) + eps)
-    scale_row(source, at, inverse, scale, out, 0)
+    scale_row(source, at, inverse, scale, out, out_at)
+    other = out_at + half
     for i in range(half):
-        first = out[i]
-        second = out[half + i]
-        out[i] = first * cos[position, i] - second * sin[position, i]
-        out[half + i] = second * cos[position, i] + first * sin[position, i]
+        first = out[out_at + i]
+        second = out[other + i]
+        out[out_at + i] = first * cos[position, i] - second * sin[position, i]
+        out[other + i] = second * cos[position, i] + first * sin[position, i]
 
 
 @inline
@@ -81,7 +96,7 @@ def write_row(
     offset = position % page
     whole = width // NARROW * NARROW
     for g in range(kv_heads):
-        _norm_rope(kv, at + g * width, k_norm, cos, sin, position, eps, room)
+        _norm_rope(kv, at + g * width, k_norm, cos, sin, position, eps, room, 0)
         target = (block * kv_heads + g) * width * page
         for i in range(width):
             put(pages_k, target + i * page + offset, number(room, i))
@@ -133,37 +148,38 @@ def _add_all(
 
 
 @inner
-def _softmax(scores: Any, first: Any, last: Any) -> Any:
-    """scores[first:last] become exp(score - the largest), the others 0; returns their sum.
+def _softmax(scores: Any, at: Any, count: Any, first: Any, last: Any) -> Any:
+    """scores[at:][first:last] become exp(score - the largest), the others of `count` 0.
 
-    There must be a whole number of NARROW.
+    Returns their sum. The count must be a whole number of WIDE.
     """
-    end = scores.shape[0]
-    for j in range(first):
+    begin, end = at + first, at + last
+    for j in range(at, begin):
         scores[j] = -np.float32(np.inf)
-    for j in range(last, end):
+    for j in range(end, at + count):
         scores[j] = -np.float32(np.inf)
-    top = load16(scores, 0)
-    for j in range(NARROW, end, NARROW):
-        top = larger(top, load16(scores, j))
+    top = load32(scores, at)
+    for j in range(at + WIDE, at + count, WIDE):
+        top = larger(top, load32(scores, j))
     best = largest(top)
-    # A slice, as a loop from one bound to another is not compiled to vectors.
-    visible = scores[first:last]
-    for j in range(visible.shape[0]):
-        visible[j] = exp32(visible[j] - best)
-    for j in range(first):
+    for j in range(at, at + count, WIDE):
+        store(scores, j, exp_less(load32(scores, j), best))
+    for j in range(at, begin):
         scores[j] = _ZERO
-    for j in range(last, end):
+    for j in range(end, at + count):
         scores[j] = _ZERO
-    total = zeros16()
-    for j in range(0, end, NARROW):
-        total = plus(total, load16(scores, j))
+    total = zeros32()
+    for j in range(at, at + count, WIDE):
+        total = plus(total, load32(scores, j))
     return sum_of(total)
 
 
 @inner
-def attend_group(
+def attend_rows(
     qkv: Any,
+    at: Any,
+    stride: Any,
+    count: Any,
     g: Any,
     q_norm: Any,
     cos: Any,
@@ -175,45 +191,87 @@ def attend_group(
     pages_k: Any,
     pages_v: Any,
     out: Any,
+    out_at: Any,
 ) -> None:
-    """Gated attention of one row's query heads that share key head `g`; out [nH hd]."""
+    """Gated attention of `count` rows of a sequence, of the query heads that share key head `g`.
+
+    The rows are qkv[at:], flat and `stride` each, at positions from `position` on; out[out_at:]
+    [count, nH hd]. They read a page together, since one that lies in the L1 is read in half the
+    time; each row's sums are those that it has alone.
+    """
     kv_heads, width, page = pages_k.shape[1], pages_k.shape[2], pages_k.shape[3]
-    heads = out.shape[0] // width
+    heads = (stride // width - 2 * kv_heads) // 2
     group = heads // kv_heads
+    lines = count * group
     root = _ONE / np.sqrt(np.float32(width))
-    keys = position + 1
-    first_block, blocks = oldest // page, (keys + page - 1) // page
+    first_block, blocks = oldest // page, (position + count + page - 1) // page
     span = (blocks - first_block) * page
     before = first_block * page
-    query = np.empty((group, width), np.float32)
-    mixed = np.zeros((group, width), np.float32)
-    scores = np.zeros((group, span), np.float32)
-    for member in range(group):
-        base = (g * group + member) * width
-        turned = query[member]
-        _norm_rope(qkv, base, q_norm, cos, sin, position, eps, turned)
-        for i in range(width):
-            turned[i] *= root
+    query = np.empty(lines * width, np.float32)
+    mixed = np.zeros(lines * width, np.float32)
+    scores = np.zeros(lines * span, np.float32)
+    totals = np.empty(lines, np.float32)
+    for line in range(lines):
+        row, head = line // group, g * group + line % group
+        source, target = at + row * stride + head * width, line * width
+        _norm_rope(qkv, source, q_norm, cos, sin, position + row, eps, query, target)
+        for i in range(target, target + width):
+            put(query, i, number(query, i) * root)
     for b in range(first_block, blocks):
         tile = (table[b] * kv_heads + g) * width * page
-        at = b * page - before
-        _add_all(query, 0, group, width, pages_k, tile, width, scores, at, span, page)
-    totals = np.empty(group, np.float32)
-    for member in range(group):
-        totals[member] = _softmax(scores[member], oldest - before, keys - before)
+        seen_at = b * page - before
+        _add_all(query, 0, lines, width, pages_k, tile, width, scores, seen_at, span, page)
+    for line in range(lines):
+        last = position + line // group + 1 - before
+        totals[line] = _softmax(scores, line * span, span, oldest - before, last)
     for b in range(first_block, blocks):
-        skipped = max(0, oldest - b * page)
-        seen = min(page, keys - b * page)
-        # What lies behind the last key is never multiplied: it need not be a number.
-        tile = ((table[b] * kv_heads + g) * page + skipped) * width
-        at = b * page - before + skipped
-        _add_all(scores, at, group, span, pages_v, tile, seen - skipped, mixed, 0, width, width)
-    for member in range(group):
-        base = (g * group + member) * width
-        gate_base = heads * width + base
-        inverse = _ONE / totals[member]
-        for i in range(width):
-            out[base + i] = mixed[member, i] * inverse * sigmoid32(qkv[gate_base + i])
+        begin = b * page
+        tile, seen_at = (table[b] * kv_heads + g) * page * width, begin - before
+        first = max(0, oldest - begin)
+        # All rows see the keys of the first one, and each of the others a few more. What lies
+        # behind its own key is never multiplied: it need not be a number.
+        common = max(first, min(page, position + 1 - begin))
+        _add_all(
+            scores,
+            seen_at + first,
+            lines,
+            span,
+            pages_v,
+            tile + first * width,
+            common - first,
+            mixed,
+            0,
+            width,
+            width,
+        )
+        for row in range(1, count):
+            more = min(page, position + row + 1 - begin) - common
+            if more > 0:
+                _add_all(
+                    scores,
+                    row * group * span + seen_at + common,
+                    group,
+                    span,
+                    pages_v,
+                    tile + common * width,
+                    more,
+                    mixed,
+                    row * group * width,
+                    width,
+                    width,
+                )
+    for line in range(lines):
+        row, head = line // group, g * group + line % group
+        gate_at = at + row * stride + (heads + head) * width
+        target, source = out_at + (row * heads + head) * width, line * width
+        inverse = _ONE / totals[line]
+        whole = width // NARROW * NARROW
+        for i in range(0, whole, NARROW):
+            gate = sigmoid_of(load16(qkv, gate_at + i))
+            store(out, target + i, times(scaled(load16(mixed, source + i), inverse), gate))
+        for i in range(whole, width):
+            gate = sigmoid32(number(qkv, gate_at + i))
+            put(out, target + i, mixed[source + i] * inverse * gate)
 
 
 @parallel_kernel
@@ -253,25 +311,39 @@ def _attend(
     pages_v: Any,
     out: Any,
 ) -> None:
-    kv_heads = pages_k.shape[1]
+    kv_heads, rows = pages_k.shape[1], positions.shape[0]
+    # As many together as leave every thread some.
+    most = max(1, min(TOGETHER, rows * kv_heads // threads))
+    firsts = np.empty(rows + 1, np.int64)
+    runs = 0
+    for r in range(rows):
+        alone = r == 0 or row_segment[r] != row_segment[r - 1]
+        if alone or positions[r] != positions[r - 1] + 1 or r - firsts[runs - 1] == most:
+            firsts[runs] = r
+            runs += 1
+    firsts[runs] = rows
     # In turn, since later rows of a prompt take longer.
     for thread in prange(threads):
-        for item in range(np.int64(thread), positions.shape[0] * kv_heads, threads):
-            r = item // kv_heads
-            owner = row_segment[r]
-            attend_group(
-                qkv[r],
+        for item in range(np.int64(thread), runs * kv_heads, threads):
+            first, end = firsts[item // kv_heads], firsts[item // kv_heads + 1]
+            owner = row_segment[first]
+            attend_rows(
+                qkv,
+                first * qkv.shape[1],
+                qkv.shape[1],
+                end - first,
                 item % kv_heads,
                 q_norm,
                 cos,
                 sin,
                 eps,
-                positions[r],
+                positions[first],
                 block_tables[owner],
                 first_key[owner],
                 pages_k,
                 pages_v,
-                out[r],
+                out,
+                first * out.shape[1],
             )
 
 

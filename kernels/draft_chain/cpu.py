@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from numba import prange
 
-from kernels.attention.cpu import attend_group, write_row
+from kernels.attention.cpu import attend_rows, write_row
 from kernels.cpu_features import BFLOAT16, BYTES
+from kernels.curves import exp_less, silu_of
 from kernels.draft_chain.products import (
     BLOCK,
     FORM,
@@ -26,8 +27,19 @@ from kernels.draft_chain.products import (
     wide,
 )
 from kernels.draft_chain.types import Chain, ChainStart, ChainWeights, Drafts
-from kernels.jit import exp32, inline, parallel_kernel, scale_row, sigmoid32, sum_of_squares
-from kernels.lanes import NARROW, copy, first_equal, load16, load16_upper, store
+from kernels.jit import inline, parallel_kernel, scale_row, sum_of_squares
+from kernels.lanes import (
+    NARROW,
+    copy,
+    first_equal,
+    load16,
+    load16_upper,
+    plus,
+    store,
+    sum_of,
+    times,
+    zeros16,
+)
 from kernels.tiles import LANES
 
 # How far from the truth it may be, as a share of its length: every product rounds its matrix and
@@ -72,10 +84,10 @@ def _best(logits: Any) -> Any:
         lane = first_equal(load16(logits, place), top)
         place += LANES
     place = min(place - LANES + lane, logits.shape[0] - 1)
-    total = np.float32(0.0)
-    for i in range(logits.shape[0]):
-        total += exp32(logits[i] - top)
-    return place, -np.log(total)
+    total = zeros16()
+    for i in range(0, logits.shape[0], LANES):
+        total = plus(total, exp_less(load16(logits, i), top))
+    return place, -np.log(sum_of(total))
 
 
 @fast
@@ -223,8 +235,11 @@ def _draft(
                 table, kv_at = tables[s], r * qkv_width + kv_base
                 write_row(qkv, kv_at, room, k_norm, cos, sin, eps, at[r], table, pages_k, pages_v)
                 for group in range(pages_k.shape[1]):
-                    attend_group(
-                        qkv[r],
+                    attend_rows(
+                        qkv,
+                        r * qkv_width,
+                        qkv_width,
+                        1,
                         group,
                         q_norm,
                         cos,
@@ -236,6 +251,7 @@ def _draft(
                         pages_k,
                         pages_v,
                         mixed,
+                        0,
                     )
             _take(mixed, 0, kv_base // 2, mixed_words, r)
         products(o, mixed_words, rows, added)
@@ -245,8 +261,10 @@ def _draft(
             _take_norm(residual, r * width, scales[3], eps, room, words, r)
         products(gate_up, words, rows, gates)
         for r in range(rows):
-            for i in range(inner):
-                acted[i] = gates[r, i] * sigmoid32(gates[r, i]) * gates[r, inner + i]
+            gate_at = 2 * r * inner
+            for i in range(0, inner, LANES):
+                up = load16(gates, gate_at + inner + i)
+                store(acted, i, times(silu_of(load16(gates, gate_at + i)), up))
             _take(acted, 0, inner, acted_words, r)
         products(down, acted_words, rows, added)
         for r in range(rows):

@@ -65,3 +65,29 @@ def test_what_lies_behind_the_last_token_is_never_read(mixer: object) -> None:
     want = mixer(qkv, params, clean, batch)  # type: ignore[operator]
     got = mixer(qkv, params, poisoned, batch)  # type: ignore[operator]
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("first", [0, 60])
+def test_a_row_that_is_no_number_leaves_those_before_it_alone(first: int) -> None:
+    """They read pages together, and its key and value lie in them."""
+    params = attention_params(4, 2, 64)
+    qkv = qkv_rows(4, 2, 64, 20)
+    batch = make_batch([Rows(0, first, 20)])
+    want = cpu.attention_mixer(qkv, params, kv_pages(8, 2, 64), batch)
+    qkv[13] = torch.nan
+    got = cpu.attention_mixer(qkv, params, kv_pages(8, 2, 64), batch)
+    assert torch.equal(got[:13], want[:13])
+    assert got[13:].isnan().all()
+
+
+def test_the_bits_do_not_depend_on_how_many_rows_read_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With one thread eight rows do, with more than there are rows each alone."""
+    params, qkv = attention_params(4, 1, 48), qkv_rows(4, 1, 48, 6)
+    batch = make_batch([Rows(0, 61, 6)])
+    found = []
+    for threads in (1, 2, 3, 99):
+        monkeypatch.setattr("numba.get_num_threads", lambda count=threads: count)
+        found.append(cpu.attention_mixer(qkv, params, kv_pages(8, 1, 48), batch))
+    assert all(torch.equal(each, found[0]) for each in found)
