@@ -351,7 +351,7 @@ class Drafter:
 
     def _run(self, step: StepInput, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """(hidden [n, H] after the head's norm, logits [n, V]) of the wanted rows."""
-        embedded = self._embed[step.token_ids].to(self._dtype)
+        embedded = torch.embedding(self._embed, step.token_ids).to(self._dtype)
         out = self._head(embedded, inputs, step.batch, step.logit_rows)
         return out, self._lm_head(out).float() if len(out) else out
 

@@ -287,7 +287,7 @@ class HybridModel:
         states.bytes_moved += moved
 
     def _trunk(self, step: StepInput) -> Tensor:
-        residual = self.network.embed[step.token_ids].to(self._dtype)
+        residual = torch.embedding(self.network.embed, step.token_ids).to(self._dtype)
         delta: Tensor | None = None
         for layer in self.network.layers:
             delta = layer(residual, delta, step.batch)
