@@ -22,6 +22,7 @@ from kernels.draft_chain.products import (
     MANY,
     block_products,
     fast,
+    fast_inner,
     products,
     takes_many,
     wide,
@@ -57,7 +58,7 @@ def _scaled(x: Any, at: Any, scale: Any, eps: Any, out: Any, out_at: Any) -> Non
     scale_row(x, at, np.float32(1.0) / np.sqrt(mean + eps), scale, out, out_at)
 
 
-@fast
+@fast_inner
 def _take_norm(x: Any, at: Any, scale: Any, eps: Any, room: Any, words: Any, r: Any) -> None:
     """Line r of words = the norm of x[at:], flat; room: scratch of as many float32."""
     _scaled(x, at, scale, eps, room, 0)
@@ -90,7 +91,7 @@ def _best(logits: Any) -> Any:
     return place, -np.log(sum_of(total))
 
 
-@fast
+@fast_inner
 def _take_joined(
     embed: Any,
     token: Any,
@@ -119,7 +120,7 @@ def _take_joined(
     _take(room, 0, 2 * width, words, r)
 
 
-@fast
+@fast_inner
 def _write_rows(
     height: Any,
     chosen: Any,
@@ -164,7 +165,7 @@ def _write_rows(
         write_row(kv, r * kv_width, room, k_norm, cos, sin, eps, at, tables[s], pages_k, pages_v)
 
 
-@fast
+@fast_inner
 def _draft(
     first: Any,
     rows: Any,
@@ -281,7 +282,7 @@ def _draft(
             at[r] += 1
 
 
-@fast
+@fast_inner
 def _caught_up(row_start: Any, depths: Any) -> Any:
     """(indices [n] of the rows that only leave keys and values, the sequence of each row [R])."""
     total = row_start[row_start.shape[0] - 1]
