@@ -42,8 +42,10 @@ from kernels.lanes import (
 
 # Columns at a time: with sums of two heads the registers are full, and none waits for another.
 _LANES = 64 if "+avx512f" in FEATURES else 32
-# Rows of a sequence that read its pages together.
+# Rows of a sequence that read its pages together, at most so many and as many as leave their scores
+# in the L2: with a long context that is one.
 TOGETHER = 8
+_SCORES = 2**16
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 
@@ -311,16 +313,19 @@ def _attend(
     pages_v: Any,
     out: Any,
 ) -> None:
-    kv_heads, rows = pages_k.shape[1], positions.shape[0]
+    kv_heads, width, page = pages_k.shape[1], pages_k.shape[2], pages_k.shape[3]
+    rows, group = positions.shape[0], out.shape[1] // width // kv_heads
     # As many together as leave every thread some.
     most = max(1, min(TOGETHER, rows * kv_heads // threads))
     firsts = np.empty(rows + 1, np.int64)
-    runs = 0
+    runs, left = 0, 0
     for r in range(rows):
-        alone = r == 0 or row_segment[r] != row_segment[r - 1]
-        if alone or positions[r] != positions[r - 1] + 1 or r - firsts[runs - 1] == most:
+        follows = r > 0 and row_segment[r] == row_segment[r - 1]
+        if not left or not follows or positions[r] != positions[r - 1] + 1:
             firsts[runs] = r
             runs += 1
+            left = max(1, min(most, _SCORES // (group * (positions[r] + page))))
+        left -= 1
     firsts[runs] = rows
     # In turn, since later rows of a prompt take longer.
     for thread in prange(threads):

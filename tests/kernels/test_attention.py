@@ -91,3 +91,23 @@ def test_the_bits_do_not_depend_on_how_many_rows_read_together(
         monkeypatch.setattr("numba.get_num_threads", lambda count=threads: count)
         found.append(cpu.attention_mixer(qkv, params, kv_pages(8, 1, 48), batch))
     assert all(torch.equal(each, found[0]) for each in found)
+
+
+@pytest.mark.parametrize("start", [5000, 33000])
+def test_far_behind_in_a_sequence_few_rows_read_together(start: int) -> None:
+    """Three in one case, each alone in the other; the scores of more would not stay in the L2."""
+    params = attention_params(4, 1, 16, length=start + 8)
+    blocks = start // 64 + 1
+    qkv = qkv_rows(4, 1, 16, 8)
+    pages = [kv_pages(blocks + 1, 1, 16) for _ in range(3)]
+    batch = make_batch([Rows(0, start, 8)], blocks)
+    got = cpu.attention_mixer(qkv, params, pages[0], batch)
+    alone = [
+        cpu.attention_mixer(
+            qkv[row : row + 1], params, pages[1], make_batch([Rows(0, start + row, 1)], blocks)
+        )
+        for row in range(8)
+    ]
+    assert torch.equal(torch.cat(alone), got)
+    want = naive.attention_mixer(qkv, params, pages[2], batch)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-3)
