@@ -1,7 +1,7 @@
 """exp, sigmoid and silu of lanes, for loops that LLVM would compile to registers half as wide.
 
-They take a row of activations apart as kernels.jit's exp32 and sigmoid32 take a number, but for the
-reciprocal, which a CPU with AVX-512 estimates and improves: its division is four times slower.
+As kernels.jit's exp32 and sigmoid32 of one number, but for the reciprocal: a CPU with AVX-512
+estimates it and takes one step of Newton's, which costs less than its division.
 """
 
 from __future__ import annotations

@@ -47,7 +47,6 @@ from kernels.tiles import LANES
 # its rows to 255 steps, or its rows to bfloat16.
 TOLERANCE = 5e-2 if BYTES else 1e-2 if BFLOAT16 else 1e-5
 
-
 _new_words, _take = FORM.rows, FORM.take
 
 
