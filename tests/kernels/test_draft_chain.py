@@ -1,6 +1,6 @@
 """A chain of re-fed drafts in one call against the same chain out of the operators' truths.
 
-Where the CPU multiplies bytes or bfloat16, the form of another runs in a process of its own.
+Where the CPU multiplies bytes or bfloat16, the forms of others run in processes of their own.
 """
 
 from __future__ import annotations
@@ -260,10 +260,10 @@ def test_best_of_what_is_no_number() -> None:
 
 
 @pytest.mark.skipif(not BFLOAT16, reason="this CPU runs no other form anyway")
-def test_the_form_of_a_cpu_without_avx512(tmp_path: Path) -> None:
-    """The whole chain in another form; test_products has each form's products."""
+@pytest.mark.parametrize(("without", "tolerance"), [("vnni", 1e-2), ("avx512", 1e-5)])
+def test_the_form_of_other_cpus(without: str, tolerance: float, tmp_path: Path) -> None:
     features: Any = get_host_cpu_features()
-    others = ",".join(f for f in features.split(",") if "avx512" not in f)
+    others = ",".join(f for f in features.split(",") if without not in f)
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
@@ -274,4 +274,4 @@ test_cpu_equals_naive([1, 2, 3, 4, 1, 2, 1, 1, 9], [3, 3, 2, 3, 0, 3, 1, 3, 3], 
 print(cpu.TOLERANCE)
 """
     printed = run_python(code, tmp_path, seconds=120, NUMBA_CPU_FEATURES=others)
-    assert float(printed) == 1e-5
+    assert float(printed) == tolerance
