@@ -44,7 +44,7 @@ from kernels.lanes import (
 _LANES = 64 if "+avx512f" in FEATURES else 32
 # Rows of a sequence that read its pages together, at most so many and as many as leave their scores
 # in the L2: with a long context that is one.
-TOGETHER = 8
+_TOGETHER = 8
 _SCORES = 2**16
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -316,7 +316,7 @@ def _attend(
     kv_heads, width, page = pages_k.shape[1], pages_k.shape[2], pages_k.shape[3]
     rows, group = positions.shape[0], out.shape[1] // width // kv_heads
     # As many together as leave every thread some.
-    most = max(1, min(TOGETHER, rows * kv_heads // threads))
+    most = max(1, min(_TOGETHER, rows * kv_heads // threads))
     firsts = np.empty(rows + 1, np.int64)
     runs, left = 0, 0
     for r in range(rows):

@@ -64,7 +64,7 @@ def fast_inner(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_byte_tiles(matrix: Tensor) -> Tensor:
-    """A copy of [N, K] as `byte_products` reads it, each row rounded to 255 steps of its own.
+    """A copy of [N, K] as `products` reads it in bytes, each row rounded to 255 steps of its own.
 
     Returns [N / LANES, K / 4 + 1, LANES] int32: fours of unsigned bytes, each 128 more than its
     number, then the float32 scales of the rows. N must be a whole number of LANES and K of fours.
